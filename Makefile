@@ -1,0 +1,43 @@
+# Every target makes .venv itself: Python >= 3.12 is found (or made with uv), dependencies installed.
+#
+#   make quickstart   build ragged-dot-tpu, load it with get_kernel, run a Qwen3-MoE on it
+#   make test         lint and every test that CI runs        make test-all   heavy sweeps too
+#   make build        build the Hub variants into build/      make format     ruff, in place
+#
+# On a TPU VM take the CPU build of torch: make quickstart PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+VENV ?= .venv
+PIP_ARGS ?=
+RUN = TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV)/bin/python
+STAMP = $(VENV)/.installed
+
+.PHONY: quickstart test test-all build format lint clean
+
+quickstart: $(STAMP)
+	$(VENV)/bin/python scripts/quickstart.py
+
+test: $(STAMP) lint
+	$(RUN) -m pytest -m "not slow"
+
+test-all: $(STAMP) lint
+	$(RUN) -m pytest
+
+build: $(STAMP)
+	$(RUN) scripts/build.py
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf build $(VENV)
+
+$(STAMP): pyproject.toml scripts/make_venv.sh
+	sh scripts/make_venv.sh $(VENV)
+	$(VENV)/bin/pip install --quiet --upgrade pip
+	$(VENV)/bin/pip install $(PIP_ARGS) ".[test]"
+	touch $@

@@ -1,0 +1,155 @@
+"""The JAX functions behind the torch ops: what runs on the TPU, arguments as in the torch schema.
+
+Around the Pallas kernels they settle what Mosaic cannot: sizes of zero, float16, no group offset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...tpu_runtime import Chip
+from .kernel import ragged_dot_fwd
+from .kernel_bwd import ragged_dot_weight_grad
+
+
+def ragged_dot(
+    lhs: jax.Array,  # [m, k]
+    rhs: jax.Array,  # [g, k, n] or [g, n, k]
+    group_sizes: jax.Array,  # [>= g]
+    group_offset: jax.Array | None,  # []
+    bias: jax.Array | None,  # [g, n]
+    transpose_rhs: bool,
+    precision: str,
+    out_dtype: str,
+    *,
+    chip: Chip,
+    interpret: Any = False,
+) -> jax.Array:  # [m, n]
+    (m, k), g, n = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    dtype = jnp.dtype(out_dtype)
+    if m == 0 or n == 0 or g == 0:
+        return jnp.zeros((m, n), dtype)
+    if k == 0:
+        if bias is None:
+            return jnp.zeros((m, n), dtype)
+        group_id = local_group_ids(group_sizes, group_offset, g, m)
+        rows = bias[jnp.minimum(group_id, g - 1)].astype(dtype)
+        return jnp.where((group_id < g)[:, None], rows, 0)
+    if lhs.dtype == jnp.float16:
+        lhs, rhs, bias, precision = _widen(lhs, rhs, bias)
+    kernel_dtype = jnp.float32 if dtype == jnp.float16 else dtype
+    return ragged_dot_fwd(
+        lhs,
+        rhs,
+        group_sizes,
+        _offset_array(group_offset),
+        bias,
+        transpose_rhs=transpose_rhs,
+        precision=precision,
+        out_dtype=kernel_dtype,
+        chip=chip,
+        interpret=interpret,
+    ).astype(dtype)
+
+
+def ragged_dot_backward(
+    grad_out: jax.Array,  # [m, n]
+    lhs: jax.Array,  # [m, k]
+    rhs: jax.Array,  # [g, k, n] or [g, n, k]
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    transpose_rhs: bool,
+    precision: str,
+    needs_lhs: bool,
+    needs_rhs: bool,
+    needs_bias: bool,
+    *,
+    chip: Chip,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of lhs, rhs and bias; one that is not needed has shape [0]."""
+    g, dtype = rhs.shape[0], lhs.dtype
+    # With out_dtype wider than the inputs the gradient comes wider too; the MXU multiplies equals.
+    grad = grad_out.astype(dtype)
+    target = {"chip": chip, "interpret": interpret}
+    grad_lhs = grad_rhs = grad_bias = jnp.zeros((0,), dtype)
+    if needs_lhs:
+        grad_lhs = ragged_dot(
+            grad,
+            rhs,
+            group_sizes,
+            group_offset,
+            None,
+            not transpose_rhs,
+            precision,
+            dtype.name,
+            **target,
+        )
+    if needs_rhs:
+        left, right = (grad, lhs) if transpose_rhs else (lhs, grad)
+        grad_rhs = weight_grad(left, right, group_sizes, group_offset, g, precision, **target)
+    if needs_bias:
+        grad_bias = bias_grad(grad_out, group_sizes, group_offset, g).astype(dtype)
+    return grad_lhs, grad_rhs, grad_bias
+
+
+def weight_grad(
+    left: jax.Array,  # [m, p]
+    right: jax.Array,  # [m, q]
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    g: int,
+    precision: str,
+    *,
+    chip: Chip,
+    interpret: Any = False,
+) -> jax.Array:  # [g, p, q]
+    """left[rows of group].T @ right[rows of group]; exact zeros for empty groups."""
+    (m, p), q, dtype = left.shape, right.shape[1], left.dtype
+    if 0 in (m, p, q, g):
+        return jnp.zeros((g, p, q), dtype)
+    if dtype == jnp.float16:
+        left, right, _, precision = _widen(left, right, None)
+    return ragged_dot_weight_grad(
+        left,
+        right,
+        group_sizes,
+        _offset_array(group_offset),
+        g,
+        precision=precision,
+        out_dtype=left.dtype,
+        chip=chip,
+        interpret=interpret,
+    ).astype(dtype)
+
+
+def bias_grad(
+    grad_out: jax.Array, group_sizes: jax.Array, group_offset: jax.Array | None, g: int
+) -> jax.Array:  # [g, n] float32
+    """Sum of each group's rows. A scatter-add, so that one group's NaN stays in its own sum."""
+    group_id = local_group_ids(group_sizes, group_offset, g, grad_out.shape[0])
+    sums = jnp.zeros((g + 1, grad_out.shape[1]), jnp.float32)
+    return sums.at[group_id].add(grad_out.astype(jnp.float32))[:g]
+
+
+def local_group_ids(
+    group_sizes: jax.Array, group_offset: jax.Array | None, g: int, m: int
+) -> jax.Array:  # [m]
+    """Each row's local group; g for rows of other groups and rows past the last."""
+    ends = jnp.cumsum(jnp.maximum(group_sizes, 0))
+    group_id = jnp.searchsorted(ends, jnp.arange(m, dtype=ends.dtype), side="right")
+    group_id -= _offset_array(group_offset)[0]
+    return jnp.where((group_id >= 0) & (group_id < g), group_id, g)
+
+
+def _offset_array(group_offset: jax.Array | None) -> jax.Array:  # [1]
+    return jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset.reshape(1)
+
+
+def _widen(lhs, rhs, bias):
+    """float16 operands as float32 with exact products: Mosaic has no float16."""
+    wide = (None if x is None else x.astype(jnp.float32) for x in (lhs, rhs, bias))
+    return *wide, "highest"

@@ -1,0 +1,233 @@
+"""ragged_dot as a torch op: argument checks, dispatch, shape function and gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..._ops import add_op_namespace_prefix
+from ...tpu_runtime import checks, define_op, differentiable
+from . import reference
+
+
+def ragged_dot(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    group_sizes: torch.Tensor,
+    *,
+    transpose_rhs: bool = False,
+    group_offset: int | torch.Tensor | None = None,
+    rhs_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    precision: str = "default",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Grouped matmul: out[r] = lhs[r] @ rhs[group of r] (+ bias[group of r]).
+
+    Rows of `lhs` are sorted by group: the first group_sizes[0] rows belong to group 0, and so on.
+    Rows past sum(group_sizes), and rows of groups that `rhs` does not hold, are exactly zero (no
+    bias), whatever lhs holds there. From cumulative end offsets, as torch's grouped_mm takes them:
+    `group_sizes = torch.diff(offsets, prepend=offsets.new_zeros(1))`.
+
+    Args:
+        lhs: [m, k], bfloat16, float16 or float32; float64 on the CPU only.
+        rhs: [g, k, n], or [g, n, k] with `transpose_rhs` (as Hugging Face stores experts; never
+            copied). Same dtype as lhs. Any strides.
+        group_sizes: [g] int32 or int64 (other integers are cast). Sizes that are negative or sum
+            past m are a ValueError for eager CPU calls; elsewhere they are clipped to the rows
+            there are.
+        transpose_rhs: rhs is [g, n, k].
+        group_offset: int or 0-d integer tensor: rhs and bias hold groups group_offset ..
+            group_offset + g - 1 of at least group_offset + g sizes (an expert-parallel shard).
+        rhs_scale: scales of quantised weights; not supported yet (NotImplementedError).
+        bias: [g, n], dtype of lhs.
+        precision: "default" is the TPU's default (float32 inputs are multiplied in one bfloat16
+            pass), "highest" multiplies float32 exactly. No difference for bfloat16, nor on a CPU.
+        out_dtype: float dtype of the result, by default that of lhs. Accumulation is float32
+            (float64 for float64), rounded once.
+
+    Returns:
+        [m, n], a new tensor.
+
+    Differentiable once in lhs, rhs and bias: gradients are zero for empty groups and for rows that
+    belong to no group. Inside torch.autocast mixed float dtypes are promoted as torch does.
+
+    Raises:
+        TypeError, ValueError: for an argument of wrong type, rank, size, dtype or device.
+    """
+    transposed = transpose_rhs
+    checks.require_bool("transpose_rhs", transposed)
+    checks.require_choice("precision", precision, ("default", "highest"))
+    checks.require_tensor("lhs", lhs, 2, checks.FLOATS)
+    _refuse_quantised(rhs, rhs_scale)
+    checks.require_tensor("rhs", rhs, 3, checks.FLOATS)
+    checks.require_tensor("group_sizes", group_sizes, 1, checks.INTEGERS)
+    if bias is not None:
+        checks.require_tensor("bias", bias, 2, checks.FLOATS)
+    offset_tensor = group_offset if isinstance(group_offset, torch.Tensor) else None
+    checks.require_same_device(
+        lhs=lhs, rhs=rhs, group_sizes=group_sizes, bias=bias, group_offset=offset_tensor
+    )
+    lhs, rhs, bias = checks.promote_under_autocast(lhs, rhs, bias)
+    checks.require_same_dtype(lhs=lhs, rhs=rhs, bias=bias)
+    if out_dtype is None:
+        out_dtype = lhs.dtype
+    if out_dtype not in checks.FLOATS:
+        raise TypeError(f"out_dtype: expected a float torch.dtype, got {out_dtype!r}")
+    g, k_dim, n_dim = rhs.shape[0], *((2, 1) if transposed else (1, 2))
+    if lhs.shape[1] != rhs.shape[k_dim]:
+        layout = "[g, n, k]" if transposed else "[g, k, n]"
+        raise ValueError(
+            f"rhs: expected {layout} with k = {lhs.shape[1]} as in lhs {tuple(lhs.shape)}, "
+            f"got {tuple(rhs.shape)} with transpose_rhs={transposed}"
+        )
+    if bias is not None:
+        checks.require_shape("bias", bias, (g, rhs.shape[n_dim]), "[g, n]")
+    group_offset = _check_groups(group_sizes, group_offset, g, lhs.shape[0])
+    return _ragged_dot(
+        lhs,
+        rhs,
+        group_sizes.to(torch.int32),
+        group_offset,
+        bias,
+        transposed,
+        precision,
+        str(out_dtype).removeprefix("torch."),
+    )
+
+
+def _refuse_quantised(rhs: Any, rhs_scale: Any) -> None:
+    is_quantised = isinstance(rhs, torch.Tensor) and (
+        not rhs.is_floating_point() or rhs.dtype.itemsize == 1
+    )
+    if rhs_scale is not None or is_quantised:
+        raise NotImplementedError(
+            "rhs, rhs_scale: quantised weights are not supported yet; dequantise them to lhs.dtype "
+            "first: rhs = (rhs * rhs_scale).to(lhs.dtype)"
+        )
+
+
+def _check_groups(
+    group_sizes: torch.Tensor, group_offset: int | torch.Tensor | None, g: int, m: int
+) -> torch.Tensor | None:
+    """The group offset as an int32 tensor, None for no offset, after checking it with the sizes."""
+    num_sizes = group_sizes.shape[0]
+    if group_offset is None:
+        checks.require_shape("group_sizes", group_sizes, (g,), "[g]")
+        offset: int | None = 0
+    elif isinstance(group_offset, torch.Tensor):
+        checks.require_tensor("group_offset", group_offset, 0, checks.INTEGERS)
+        offset = checks.values_on_host(group_offset)
+    else:
+        checks.require_int("group_offset", group_offset)
+        offset = group_offset
+    if offset is not None and (offset < 0 or offset + g > num_sizes):
+        raise ValueError(
+            f"group_sizes: expected at least group_offset + g = {offset} + {g} sizes "
+            f"and group_offset >= 0, got {num_sizes} sizes"
+        )
+    if (sizes := checks.values_on_host(group_sizes)) is not None:
+        if any(size < 0 for size in sizes):
+            raise ValueError(f"group_sizes: expected no negative size, got {min(sizes)}")
+        if sum(sizes) > m:
+            raise ValueError(
+                f"group_sizes: expected a sum of at most m = {m} rows of lhs, got {sum(sizes)} "
+                "(are these cumulative offsets? sizes = torch.diff(offsets, prepend=zero))"
+            )
+    if isinstance(group_offset, torch.Tensor):
+        return group_offset.to(torch.int32)
+    if group_offset is None:
+        return None
+    return torch.full((), group_offset, dtype=torch.int32, device=group_sizes.device)
+
+
+def _fake(
+    lhs, rhs, group_sizes, group_offset, bias, transpose_rhs, precision, out_dtype
+) -> torch.Tensor:
+    n = rhs.shape[1 if transpose_rhs else 2]
+    return lhs.new_empty((lhs.shape[0], n), dtype=getattr(torch, out_dtype))
+
+
+def _fake_backward(
+    grad_out,
+    lhs,
+    rhs,
+    group_sizes,
+    group_offset,
+    transpose_rhs,
+    precision,
+    needs_lhs,
+    needs_rhs,
+    needs_bias,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bias_shape = (rhs.shape[0], grad_out.shape[1])
+    return (
+        lhs.new_empty(lhs.shape if needs_lhs else (0,)),
+        rhs.new_empty(rhs.shape if needs_rhs else (0,)),
+        lhs.new_empty(bias_shape if needs_bias else (0,)),
+    )
+
+
+def _load_forward():
+    from .lowering import ragged_dot
+
+    return ragged_dot
+
+
+def _load_backward():
+    from .lowering import ragged_dot_backward
+
+    return ragged_dot_backward
+
+
+_ragged_dot = define_op(
+    add_op_namespace_prefix("ragged_dot"),
+    "(Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? group_offset, Tensor? bias, "
+    "bool transpose_rhs, str precision, str out_dtype) -> Tensor",
+    reference=reference.ragged_dot,
+    fake=_fake,
+    load_kernel=_load_forward,
+)
+
+_ragged_dot_backward = define_op(
+    add_op_namespace_prefix("ragged_dot_backward"),
+    "(Tensor grad_out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? group_offset, "
+    "bool transpose_rhs, str precision, bool needs_lhs, bool needs_rhs, bool needs_bias) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference=reference.ragged_dot_backward,
+    fake=_fake_backward,
+    load_kernel=_load_backward,
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    lhs, rhs, group_sizes, group_offset, _, transpose_rhs, precision, _ = inputs
+    ctx.save_for_backward(lhs, rhs, group_sizes, group_offset)
+    ctx.transpose_rhs, ctx.precision = transpose_rhs, precision
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    needs_lhs, needs_rhs, _, _, needs_bias, *_ = ctx.needs_input_grad
+    grad_lhs, grad_rhs, grad_bias = _ragged_dot_backward(
+        grad_out,
+        *ctx.saved_tensors,
+        ctx.transpose_rhs,
+        ctx.precision,
+        needs_lhs,
+        needs_rhs,
+        needs_bias,
+    )
+    return (
+        grad_lhs if needs_lhs else None,
+        grad_rhs if needs_rhs else None,
+        None,
+        None,
+        grad_bias if needs_bias else None,
+        None,
+        None,
+        None,
+    )
+
+
+differentiable(_ragged_dot, _backward, save=_save)

@@ -1,0 +1,7 @@
+"""Grouped matmul and MoE experts for PyTorch on TPU, trainable, with a CPU reference."""
+
+from .kernels.moe_experts.ops import moe_experts
+from .kernels.moe_experts.transformers import experts_forward
+from .kernels.ragged_dot.ops import ragged_dot
+
+__all__ = ["experts_forward", "moe_experts", "ragged_dot"]

@@ -1,0 +1,97 @@
+"""Argument checks shared by the torch surfaces: on shapes, dtypes and devices, never on values.
+
+Every message names the argument, what was expected and what was got.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (
+    torch.int32,
+    torch.int64,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+)
+
+
+def require_tensor(name: str, value: Any, ndim: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.ndim != ndim:
+        raise ValueError(f"{name}: expected {ndim} dimensions, got shape {tuple(value.shape)}")
+    if value.dtype not in dtypes:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected dtype {expected}, got {value.dtype}")
+
+
+def require_shape(name: str, value: torch.Tensor, shape: tuple[int, ...], means: str) -> None:
+    """`means` says in letters what `shape` is, such as "[g, n]"."""
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(
+            f"{name}: expected shape {means} = {tuple(shape)}, got {tuple(value.shape)}"
+        )
+
+
+def require_same_device(**tensors: torch.Tensor | None) -> None:
+    present = {name: value for name, value in tensors.items() if value is not None}
+    if len({value.device for value in present.values()}) > 1:
+        devices = ", ".join(f"{name} on {value.device}" for name, value in present.items())
+        raise ValueError(f"expected all tensors on one device, got {devices}")
+
+
+def require_same_dtype(**tensors: torch.Tensor | None) -> None:
+    present = {name: value for name, value in tensors.items() if value is not None}
+    if len({value.dtype for value in present.values()}) > 1:
+        dtypes = ", ".join(f"{name} {value.dtype}" for name, value in present.items())
+        raise TypeError(f"expected one dtype for all of them, got {dtypes}")
+
+
+def require_int(name: str, value: Any) -> None:
+    is_int = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+    if not is_int:
+        raise TypeError(f"{name}: expected a Python int, got {_describe(value)}")
+
+
+def require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {_describe(value)}")
+
+
+def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        expected = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}: expected one of {expected}, got {value!r}")
+
+
+def promote_under_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Inside torch.autocast, mixed float dtypes become their promoted type, as in torch."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not torch.is_autocast_enabled(present[0].device.type):
+        return tensors
+    dtype = present[0].dtype
+    for tensor in present[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+def values_on_host(tensor: torch.Tensor) -> list[int] | None:
+    """The values of an eager CPU tensor; None where reading them would trace, sync or fail."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if torch.compiler.is_compiling() or not is_plain or tensor.device.type != "cpu":
+        return None
+    try:
+        return tensor.tolist()
+    except RuntimeError:  # under make_fx, vmap or another transform there are no values to read
+        return None
+
+
+def _describe(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else f"{value!r}"
