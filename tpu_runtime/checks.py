@@ -74,9 +74,13 @@ def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 def promote_under_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Inside torch.autocast, mixed float dtypes become their promoted type, as in torch."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if not torch.is_autocast_enabled(present[0].device.type):
+    device_type, dtype = present[0].device.type, present[0].dtype
+    if all(tensor.dtype == dtype for tensor in present):
         return tensors
-    dtype = present[0].dtype
+    if not (
+        torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    ):
+        return tensors
     for tensor in present[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)

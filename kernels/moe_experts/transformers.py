@@ -79,6 +79,8 @@ def _fusible_activation(experts: torch.nn.Module) -> str | None:
         ):
             return None
     act_fn = getattr(experts, "act_fn", None)
+    if act_fn is torch.nn.functional.silu:
+        return "silu"
     if type(act_fn) is torch.nn.GELU:
         return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
     return _ACTIVATIONS.get((type(act_fn).__module__, type(act_fn).__name__))

@@ -1,0 +1,63 @@
+"""The torch programs that test_torch_tpu.py lowers and compiles: {name: (function, tensors)}."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from tpu_kernels.kernels.moe_experts.ops import moe_experts
+from tpu_kernels.kernels.ragged_dot.ops import ragged_dot
+
+PROGRAMS: dict[str, tuple[Callable[..., object], list[torch.Tensor]]] = {}
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(grad)
+
+
+def _with_gradients(fn: Callable[..., torch.Tensor]) -> Callable[..., object]:
+    @functools.wraps(fn)
+    def run(*args: torch.Tensor) -> object:
+        out = fn(*args)
+        inputs = [arg for arg in args if arg.requires_grad]
+        return out, *torch.autograd.grad(out.float().square().sum(), inputs)
+
+    return run
+
+
+def _grouped(g: int, rows: int, k: int, n: int, *, transpose: bool, **kwargs: object) -> None:
+    layout = "transposed" if transpose else "plain"
+    name = f"ragged_dot_{layout}_{g}x{rows}x{k}x{n}" + "".join(f"_{key}" for key in kwargs)
+    rhs = (g, n, k) if transpose else (g, k, n)
+    sizes = torch.empty(g, dtype=torch.int64, device="meta")
+
+    def run(lhs, rhs, sizes, *bias):
+        more = {"bias": bias[0]} if bias else {}
+        return ragged_dot(lhs, rhs, sizes, transpose_rhs=transpose, **more)
+
+    tensors = [_tensor(rows, k, grad=True), _tensor(*rhs, grad=True), sizes]
+    if kwargs.get("bias"):
+        tensors.append(_tensor(g, n, grad=True))
+    PROGRAMS[name] = (_with_gradients(run), tensors)
+
+
+_grouped(8, 256, 256, 512, transpose=True)
+_grouped(8, 250, 192, 320, transpose=False, bias=True)
+
+
+def _experts(t: int, e: int, h: int, i: int, topk: int) -> None:
+    def run(x, index, weights, gate_up, down):
+        return moe_experts(x, index, weights, gate_up, down)
+
+    tensors = [
+        _tensor(t, h, grad=True),
+        torch.empty(t, topk, dtype=torch.int64, device="meta"),
+        _tensor(t, topk, dtype=torch.float32, grad=True),
+        _tensor(e, 2 * i, h, grad=True),
+        _tensor(e, h, i, grad=True),
+    ]
+    PROGRAMS[f"moe_experts_{t}x{e}x{h}x{i}"] = (_with_gradients(run), tensors)
+
+
+_experts(64, 8, 256, 128, 2)
