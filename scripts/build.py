@@ -363,7 +363,8 @@ def build(root: Path, out: Path, name: str | None = None) -> dict[str, dict[str,
     kernels, checkout = read_manifest(root), read_checkout(root)
     if name is not None and name not in kernels:
         raise BuildError([f"{name}: no such kernel in build.toml; it has {', '.join(kernels)}"])
-    problems, built = stray_files(checkout, kernels), {}
+    problems = stray_files(checkout, kernels) if name is None else []
+    built = {}
     for kernel in kernels.values() if name is None else [kernels[name]]:
         try:
             built[kernel.name] = render(checkout, kernel)

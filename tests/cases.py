@@ -133,3 +133,102 @@ def group_ranges(case: RaggedDotCase) -> list[tuple[int, int, int]]:
     ends = np.concatenate([[0], np.cumsum(case.sizes)])
     offset = case.group_offset or 0
     return [(g, int(ends[offset + g]), int(ends[offset + g + 1])) for g in range(case.g)]
+
+
+@dataclass(frozen=True)
+class ExpertsCase:
+    name: str
+    source: str
+    t: int
+    e: int  # experts held
+    h: int
+    i: int
+    topk: int
+    activation: str = "silu"
+    transposed: bool = False
+    has_gate: bool = True
+    bias: bool = False
+    dtype: str = "bfloat16"
+    num_routed: int | None = None  # experts of all ranks, by default those held
+
+    @property
+    def width(self) -> int:
+        return 2 * self.i if self.has_gate else self.i
+
+    @property
+    def gate_up_shape(self) -> tuple[int, int, int]:
+        return (self.e, self.h, self.width) if self.transposed else (self.e, self.width, self.h)
+
+    @property
+    def down_shape(self) -> tuple[int, int, int]:
+        return (self.e, self.i, self.h) if self.transposed else (self.e, self.h, self.i)
+
+
+EXPERTS_EDGE = [
+    ExpertsCase("default", "Qwen3-MoE", 20, 4, 128, 128, 2),
+    ExpertsCase("one_token", "decode", 1, 8, 128, 64, 2),
+    ExpertsCase("odd_sizes", "limits", 13, 3, 96, 40, 2),
+    ExpertsCase("shard", "EP rank", 24, 2, 128, 128, 3, num_routed=6),
+    ExpertsCase("transposed_gelu", "aria", 9, 3, 128, 128, 2, "gelu", transposed=True),
+    ExpertsCase("gelu_tanh_bias", "Gemma 4", 10, 3, 128, 64, 2, "gelu_tanh", bias=True),
+    ExpertsCase("ungated", "NemotronH", 10, 3, 64, 128, 2, "relu2", has_gate=False),
+    ExpertsCase("gpt_oss", "gpt-oss", 10, 3, 64, 48, 2, "swiglu_oai", transposed=True, bias=True),
+    ExpertsCase("one_expert_takes_all", "routing collapse", 40, 1, 128, 128, 1),
+    ExpertsCase("float32", "limits", 10, 3, 64, 32, 2, dtype="float32"),
+    ExpertsCase("float16", "limits", 10, 3, 64, 32, 2, dtype="float16"),
+    ExpertsCase("many_tokens", "prefill", 300, 4, 256, 128, 2),
+]
+
+EXPERTS_MODEL = [
+    ExpertsCase("E1.1", "Qwen3-30B-A3B EP8", 1, 16, 2048, 768, 8, num_routed=128),
+    ExpertsCase("E1.64", "Qwen3-30B-A3B EP8", 64, 16, 2048, 768, 8, num_routed=128),
+    ExpertsCase("E1.256", "Qwen3-30B-A3B EP8", 256, 16, 2048, 768, 8, num_routed=128),
+    ExpertsCase("E1.512", "Qwen3-30B-A3B EP8", 512, 16, 2048, 768, 8, num_routed=128),
+    ExpertsCase("E2.64", "Qwen3-30B-A3B", 64, 128, 2048, 768, 8),
+    ExpertsCase("E2.4096", "Qwen3-30B-A3B", 4096, 128, 2048, 768, 8),
+    ExpertsCase("gemma4", "Gemma-4-26B-A4B EP8", 64, 16, 2816, 704, 8, "gelu_tanh", num_routed=128),
+    ExpertsCase("mixtral", "Mixtral-8x7B", 64, 8, 4096, 14336, 2),
+    ExpertsCase("deepseek_v3", "DeepSeek-V3 EP8", 64, 32, 7168, 2048, 8, num_routed=256),
+    ExpertsCase(
+        "gpt_oss_20b",
+        "gpt-oss-20b",
+        64,
+        32,
+        2880,
+        2880,
+        4,
+        "swiglu_oai",
+        transposed=True,
+        bias=True,
+    ),
+]
+
+
+def route(case: ExpertsCase, generator: np.random.Generator) -> np.ndarray:  # [t, topk] int32
+    """Distinct experts for each token; those of other ranks become the sentinel e."""
+    num_routed = case.num_routed or case.e
+    rows = [generator.choice(num_routed, case.topk, replace=False) for _ in range(case.t)]
+    ids = np.stack(rows).astype(np.int32)
+    return np.where(ids < case.e, ids, case.e).astype(np.int32)
+
+
+def experts_inputs(case: ExpertsCase, seed: int = 0) -> dict[str, torch.Tensor | None]:
+    """Tensors of the case; the routing weight of every slot of another rank is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    index = torch.from_numpy(route(case, np.random.default_rng(seed)))
+    weights = torch.rand(case.t, case.topk, generator=generator)
+    weights[index >= case.e] = float("nan")
+    return {
+        "hidden_states": normal(case.t, case.h),
+        "top_k_index": index,
+        "top_k_weights": weights,
+        "gate_up_proj": normal(*case.gate_up_shape, scale=case.h**-0.5),
+        "down_proj": normal(*case.down_shape, scale=case.i**-0.5),
+        "gate_up_bias": normal(case.e, case.width) if case.bias else None,
+        "down_bias": normal(case.e, case.h) if case.bias else None,
+    }

@@ -24,7 +24,7 @@ os.environ.update(
 os.environ.pop("TPU_KERNELS_INTERPRET", None)  # the tests choose the mode, not the caller
 os.environ.pop("TPU_KERNELS_CHIP", None)
 
-for folder in ("scripts", "tests"):
+for folder in ("scripts", "bench", "tests"):
     sys.path.insert(0, str(ROOT / folder))
 
 import tree  # noqa: E402, F401  (makes the working tree importable as `tpu_kernels`)

@@ -1,0 +1,169 @@
+"""Few tokens: every token, in its own place, through every expert that anybody chose."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ...tpu_runtime import SUBLANES
+from .weights import Layer, Stream
+
+
+def _clamped(layer: Layer, ids_ref, row, col):
+    """The expert of one slot; layer.e if it is not here."""
+    expert = ids_ref[row, col]
+    return jnp.where((expert >= 0) & (expert < layer.e), expert, layer.e)
+
+
+def _first_expert(layer: Layer, ids_ref):
+    """The expert of the first slot that is here; layer.e if none is."""
+    rows, cols = ids_ref.shape
+
+    def wanted(state):
+        row, _, expert = state
+        return (row < rows) & (expert == layer.e)
+
+    def step(state):
+        row, col, _ = state
+        expert = _clamped(layer, ids_ref, row, col)
+        is_last = col == cols - 1
+        return row + is_last, jnp.where(is_last, 0, col + 1), expert
+
+    return jax.lax.while_loop(wanted, step, (0, 0, jnp.int32(layer.e)))[2]
+
+
+def _list_rest(layer: Layer, first, ids_ref, active_ref, seen_ref):
+    """active_ref[1:n]: the other experts that occur in ids_ref, by number. Returns n, first included."""
+    rows, cols = ids_ref.shape
+
+    def clear(expert, _):
+        seen_ref[expert] = 0
+        return 0
+
+    def mark(col, _):
+        for row in range(rows):
+            seen_ref[_clamped(layer, ids_ref, row, col)] = 1
+        return 0
+
+    def add(expert, n):
+        active_ref[n] = expert
+        return n + jnp.where(expert == first, 0, seen_ref[expert])
+
+    jax.lax.fori_loop(0, layer.e, clear, 0, unroll=_unroll(layer.e))
+    jax.lax.fori_loop(0, cols, mark, 0)
+    n = (first < layer.e).astype(jnp.int32)
+    return jax.lax.fori_loop(0, layer.e, add, n, unroll=_unroll(layer.e))
+
+
+def _unroll(trips: int) -> int:
+    return next(u for u in (16, 8, 4, 2, 1) if trips % u == 0)
+
+
+def _kernel(*refs, layer: Layer, has_bias, is_turned, is_x_here):
+    refs = list(refs)
+    ids_smem, ids_ref, w_ref, x_hbm, gate_up, down = refs[:6]
+    bias_in, bias_out = refs[6:8] if has_bias else (None, None)
+    refs = refs[8 if has_bias else 6 :]
+    out_ref, active_ref, seen_ref, ring_in, ring_out, sem_in, sem_out, act_ref, y_ref = refs[:9]
+    plan = layer.plan
+
+    first = _first_expert(layer, ids_smem)
+    active_ref[0] = first
+    stream = Stream(
+        layer, gate_up, down, ring_in, ring_out, sem_in, sem_out, lambda visit: active_ref[visit]
+    )
+    stream.start_in(0, 0, first < layer.e)
+    if is_x_here:
+        x_ref = x_hbm
+    else:
+        x_ref, x_sem = refs[9:]
+        copy_x = pltpu.make_async_copy(x_hbm, x_ref, x_sem)
+        copy_x.start()
+    stream.start_rest(first < layer.e)
+    ids, weights = ids_ref[...], w_ref[...].astype(jnp.float32)
+    if is_turned:
+        ids, weights = ids.T, weights.T  # [t, topk]
+    num_active = _list_rest(layer, first, ids_smem, active_ref, seen_ref)
+    y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
+    if not is_x_here:
+        copy_x.wait()
+
+    def visit_expert(visit, _):
+        expert = active_ref[visit]
+        hit = ids == expert
+        route = jnp.sum(jnp.where(hit, weights, 0), axis=1, keepdims=True)  # [t, 1]
+        chosen = jnp.max(hit.astype(jnp.int32), axis=1, keepdims=True) > 0  # [t, 1]
+
+        def tile_in(tile, _):
+            slot = stream.wait_in(visit, tile)
+            parts = [layer.dot(x_ref[...], ring_in[slot, part]) for part in range(layer.parts)]
+            if bias_in is not None:
+                parts = [p + bias_in[expert, part, tile] for part, p in enumerate(parts)]
+            act_ref[tile] = layer.gated(parts)
+            stream.start_in(visit, tile + plan.ring_in, num_active)
+            return 0
+
+        def tile_out(tile, _):
+            slot = stream.wait_out(visit, tile)
+            d = bias_out[expert, tile] if bias_out is not None else None
+            for j in range(layer.num_in):
+                cut = slice(j * plan.tile_i, (j + 1) * plan.tile_i)
+                weight = ring_out[slot, cut] if layer.transposed else ring_out[slot, :, cut]
+                part = layer.dot(act_ref[j], weight)
+                d = part if d is None else d + part
+            y_ref[tile] = jnp.where(chosen, y_ref[tile] + route * d, y_ref[tile])
+            stream.start_out(visit, tile + plan.ring_out, num_active)
+            return 0
+
+        _loop(layer.num_in, tile_in)
+        _loop(layer.num_out, tile_out)
+        return 0
+
+    jax.lax.fori_loop(0, num_active, visit_expert, 0)
+    for tile in range(layer.num_out):
+        out_ref[:, tile * plan.tile_h : (tile + 1) * plan.tile_h] = y_ref[tile].astype(out_ref.dtype)
+
+
+def _loop(num, body):
+    if num <= 8:
+        for tile in range(num):
+            body(tile, 0)
+    else:
+        jax.lax.fori_loop(0, num, body, 0)
+
+
+def run(layer: Layer, x, ids, weights, gate_up, down, biases, chip, interpret):
+    """[t, h] of x [t, h], ids and weights [t, topk]."""
+    plan = layer.plan
+    is_turned = layer.t > layer.topk  # then XLA keeps [t, topk] with t minor: turning it is free
+    if is_turned:
+        ids, weights = ids.T, weights.T
+    is_x_here = layer.t <= 2 * SUBLANES
+    vmem, smem, hbm = (pl.BlockSpec(memory_space=s) for s in (pltpu.VMEM, pltpu.SMEM, pl.ANY))
+    scratch = [
+        pltpu.SMEM((layer.e + 1,), jnp.int32),
+        pltpu.SMEM((layer.e + 1,), jnp.int32),
+        pltpu.VMEM(layer.ring_in_shape, layer.dtype),
+        pltpu.VMEM(layer.ring_out_shape, layer.dtype),
+        pltpu.SemaphoreType.DMA((plan.ring_in,)),
+        pltpu.SemaphoreType.DMA((plan.ring_out,)),
+        pltpu.VMEM((layer.num_in, layer.t, layer.act_width), layer.dtype),
+        pltpu.VMEM((layer.num_out, layer.t, plan.tile_h), jnp.float32),
+    ]
+    if not is_x_here:
+        scratch += [pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA]
+    kernel = lambda *refs: _kernel(
+        *refs, layer=layer, has_bias=bool(biases), is_turned=is_turned, is_x_here=is_x_here
+    )
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((layer.t, layer.h), x.dtype),
+        in_specs=[smem, vmem, vmem, vmem if is_x_here else hbm, hbm, hbm] + [vmem] * len(biases),
+        out_specs=vmem,
+        scratch_shapes=scratch,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=chip.vmem_bytes * 9 // 10),
+        interpret=interpret,
+        name=f"moe_experts_dense_{layer.dtype}_ti{plan.tile_i}_th{plan.tile_h}",
+    )(ids, ids, weights, x, gate_up, down, *biases)

@@ -1,0 +1,244 @@
+"""The main job from nothing: build ragged-dot-tpu, load it as users do, run a real MoE model on it.
+
+    make quickstart        (or: python scripts/quickstart.py, in an environment with the extras)
+
+1. builds the Hub variants into build/;  2. loads one through `kernels.get_kernel`;
+3. runs Qwen3-MoE from transformers, forward and backward, with the experts from the kernel against
+   transformers' own: a small random model, then one layer at the sizes of Qwen3-30B-A3B;
+4. compiles the same ops with the real TPU compiler for v5e and v6e, TPU or not.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+HUB_NAME = "org/ragged-dot-tpu"
+HAS_TPU = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
+
+os.environ.update(
+    LOCAL_KERNELS=f"{HUB_NAME}={ROOT / 'build' / 'ragged-dot-tpu'}",
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    # Where there is no TPU, torch_tpu would look for one at `import torch`, and can hang.
+    TORCH_DEVICE_BACKEND_AUTOLOAD="1" if HAS_TPU else "0",
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_WORKER_HOSTNAMES="localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    TF_CPP_MIN_LOG_LEVEL="3",
+    TORCH_CPP_LOG_LEVEL="ERROR",
+)
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+os.environ["PYTHONWARNINGS"] = "ignore"
+
+START = time.monotonic()
+
+
+def say(text: str = "") -> None:
+    print(f"[{time.monotonic() - START:5.1f} s] {text}" if text else "", flush=True)
+
+
+@contextmanager
+def step(title: str) -> Iterator[None]:
+    say(title)
+    yield
+    say()
+
+
+def build() -> None:
+    import build as builder
+
+    if builder.main(["--kernel", "ragged-dot-tpu"]) != 0:
+        raise SystemExit(1)
+
+
+def load() -> ModuleType:
+    import torch
+
+    import kernels
+
+    # A CUDA wheel of torch without a GPU, as pip installs by default, takes torch-universal.
+    kernel = kernels.get_kernel(HUB_NAME, version=1)
+    say(f"  {kernel.__name__} with {', '.join(kernel.__all__)}")
+    say(f"  torch {torch.__version__}, tensors on {'tpu' if HAS_TPU else 'cpu'}")
+    return kernel
+
+
+def relative_difference(a, b) -> float:
+    scale = b.float().abs().max().clamp(min=1e-30)
+    return ((a.float() - b.float()).abs().max() / scale).item()
+
+
+def run_model(kernel: ModuleType) -> None:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("ragged_dot_tpu", kernel.experts_forward)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+    )
+    model = Qwen3MoeForCausalLM(config).to("tpu" if HAS_TPU else "cpu")
+    tokens = torch.randint(0, 512, (2, 64), device=model.device)
+    results = {}
+    for implementation in ("grouped_mm", "ragged_dot_tpu"):
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        output = model(tokens, labels=tokens)
+        output.loss.backward()
+        grads = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+        results[implementation] = output.logits.detach().cpu(), grads
+    (logits, grads), (expected, expected_grads) = results["ragged_dot_tpu"], results["grouped_mm"]
+    worst = max(relative_difference(grads[name], expected_grads[name]) for name in grads)
+    say(f"  logits: largest relative difference {relative_difference(logits, expected):.1e}")
+    say(f"  gradients of {len(grads)} parameters: largest relative difference {worst:.1e}")
+    if relative_difference(logits, expected) > 1e-3 or worst > 1e-2:
+        raise SystemExit("the kernel and transformers disagree")
+
+
+def run_real_layer() -> None:
+    import torch
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(  # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+        hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
+    )
+    with torch.device("meta"):
+        block = Qwen3MoeSparseMoeBlock(config)
+    block = block.to(torch.bfloat16).to_empty(device="tpu" if HAS_TPU else "cpu")
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    say(f"  {sum(p.numel() for p in block.parameters()) / 1e6:.0f} M parameters in bfloat16")
+    x = torch.randn(1, 16, 2048, dtype=torch.bfloat16, device=block.gate.weight.device)
+    results = []
+    for implementation in ("grouped_mm", "ragged_dot_tpu"):
+        config._experts_implementation = implementation
+        leaf = x.clone().requires_grad_()
+        start = time.monotonic()
+        out = block(leaf)
+        out = out[0] if isinstance(out, tuple) else out
+        # Gradients of the input and, of the experts, one: they are 1.2 GB.
+        grads = torch.autograd.grad(out.float().square().sum(), (leaf, block.experts.down_proj))
+        results.append((out.detach().cpu(), grads[0].cpu(), grads[1][:4].cpu()))
+        say(f"  {implementation}: 16 tokens forward and backward, {time.monotonic() - start:.1f} s")
+    names = ("output", "gradient of x", "gradient of W2")
+    for name, theirs, ours in zip(names, *results, strict=True):
+        difference = relative_difference(ours, theirs)
+        say(f"  {name}: largest relative difference {difference:.1e} (bfloat16: 3.9e-03)")
+        if difference > 5e-2:
+            raise SystemExit("the kernel and transformers disagree")
+
+
+def compile_for_chips(kernel: ModuleType) -> None:
+    """The JAX functions behind the loaded variant's ops, through libtpu."""
+    import aot
+    import jax
+    import jax.numpy as jnp
+
+    def module(name: str) -> ModuleType:
+        return importlib.import_module(f"{kernel.__name__}.{name}")
+
+    grouped = module("kernels.ragged_dot.lowering")
+    experts = module("kernels.moe_experts.lowering")
+
+    grouped_tiling = module("kernels.ragged_dot.tiling")
+    grad_tiling = module("kernels.ragged_dot.tiling_bwd")
+    experts_tiling = module("kernels.moe_experts.tiling")
+    g, m, k, n, t, topk = 128, 4096, 2048, 1536, 512, 8
+
+    def spec(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def forward(lhs, rhs, sizes, chip):
+        return grouped.ragged_dot(
+            lhs, rhs, sizes, None, None, True, "default", "bfloat16", chip=chip
+        )
+
+    def weight_grad(grad, lhs, sizes, chip):
+        return grouped.weight_grad(grad, lhs, sizes, None, g, "default", chip=chip)
+
+    def layer(x, index, weights, gate_up, down, chip):
+        return experts.moe_experts(
+            x, index, weights, gate_up, down, None, None, "silu", False, True, g, chip=chip
+        )
+
+    def plans(chip) -> tuple:
+        bf16 = jnp.dtype(jnp.bfloat16)
+        return (
+            grouped_tiling.choose(m, k, n, g, bf16, bf16, True, chip),
+            grad_tiling.choose(m, n, k, g, bf16, bf16, chip),
+            experts_tiling.choose(t, topk, g, k, n // 2, bf16, False, True, chip),
+        )
+
+    lhs, rhs, sizes = spec(m, k), spec(g, n, k), spec(g, dtype=jnp.int32)
+    routing = spec(t, topk, dtype=jnp.int32), spec(t, topk, dtype=jnp.float32)
+    programs = [
+        (f"ragged_dot {m}x{k} . {g}x{n}x{k}", forward, (lhs, rhs, sizes), 2 * m * k * n),
+        ("  its weight gradient", weight_grad, (spec(m, n), lhs, sizes), 2 * m * k * n),
+        (
+            f"moe_experts of {t} tokens",
+            layer,
+            (spec(t, k), *routing, rhs, spec(g, k, n // 2)),
+            3 * t * topk * k * n,
+        ),
+    ]
+    say("  Static facts of compiled programs, not times measured on a TPU. Roofline: the larger of")
+    say("  FLOPs / bfloat16 peak and bytes (inputs and outputs once) / HBM bandwidth.")
+    for chip in (module("tpu_runtime").CHIPS[name] for name in ("v5e", "v6e")):
+        for (name, fn, args, flops), plan in zip(programs, plans(chip), strict=True):
+            say(f"  {chip.name}: compiling {name} ...")
+
+            def run(*arrays, fn=fn, chip=chip):
+                return fn(*arrays, chip=chip)
+
+            memory = aot.compile_for(run, args, chip.name).memory_analysis()
+            moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
+            times = {
+                "MXU": flops / chip.bf16_flops * 1e6,
+                "HBM": moved / chip.hbm_bytes_per_s * 1e6,
+            }
+            bound = max(times, key=times.get)
+            say(
+                f"       VMEM {plan.vmem_bytes / 2**20:.0f} of {chip.vmem_bytes / 2**20:.0f} MiB, "
+                f"HBM {moved / 1e9:.2f} GB and {memory.temp_size_in_bytes / 1e9:.2f} GB temporary, "
+                f"roofline {times[bound]:.0f} us ({bound})"
+            )
+
+
+def main() -> None:
+    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "bench")]
+    with step("Building ragged-dot-tpu"):
+        build()
+    with step(f"Loading it: kernels.get_kernel({HUB_NAME!r}, version=1)"):
+        kernel = load()
+    with step("Qwen3-MoE, small random model: experts from the kernel against grouped_mm"):
+        run_model(kernel)
+    with step("One Qwen3-30B-A3B experts layer at its real sizes"):
+        run_real_layer()
+    with step("Compiling the same ops with the TPU compiler"):
+        compile_for_chips(kernel)
+    say("Done. Next: README.md, and `make test`.")
+
+
+if __name__ == "__main__":
+    main()

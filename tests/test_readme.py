@@ -1,0 +1,57 @@
+"""README.md says what is not supported; the code refuses exactly that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tpu_kernels.kernels.moe_experts.ops import moe_experts
+from tpu_kernels.kernels.ragged_dot.ops import ragged_dot
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def quantised_ragged_dot() -> None:
+    weight = torch.ones(1, 3, 2, dtype=torch.int8)
+    ragged_dot(torch.randn(4, 3), weight, torch.tensor([4]), rhs_scale=torch.ones(1, 2))
+
+
+def quantised_experts() -> None:
+    x, index, weights = torch.randn(2, 4), torch.zeros(2, 1).long(), torch.rand(2, 1)
+    projections = torch.randn(1, 6, 4), torch.randn(1, 4, 3)
+    moe_experts(x, index, weights, *projections, gate_up_scale=torch.ones(1, 6))
+
+
+def second_order() -> None:
+    lhs, rhs = torch.randn(4, 3, requires_grad=True), torch.randn(1, 3, 2, requires_grad=True)
+    out = ragged_dot(lhs, rhs, torch.tensor([4])).square().sum()
+    (grad,) = torch.autograd.grad(out, lhs, create_graph=True)
+    grad.sum().backward()
+
+
+REFUSED = {
+    "second-order gradients": [second_order],
+    "quantised weights (`rhs_scale`, `gate_up_scale`)": [quantised_ragged_dot, quantised_experts],
+}
+
+
+def refusals_in_readme() -> set[str]:
+    rows = (line for line in README.splitlines() if "NotImplementedError" in line)
+    return {row.split("|")[1].strip() for row in rows}
+
+
+def test_the_table_lists_every_refusal() -> None:
+    assert refusals_in_readme() == set(REFUSED)
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_the_table_refuses_raises(row: str) -> None:
+    for call in REFUSED[row]:
+        with pytest.raises(NotImplementedError):
+            call()
+
+
+def test_public_names_are_documented() -> None:
+    for name in ("ragged_dot", "moe_experts", "experts_forward"):
+        assert f"`{name}`" in README
