@@ -387,6 +387,21 @@ def test_autocast_promotes_mixed_floats() -> None:
         assert ragged_dot(lhs.float(), rhs, torch.tensor([4])).dtype == torch.float32
 
 
+def test_autocast_does_not_round_float32_inputs() -> None:
+    """DV12: float32 stays float32 inside autocast, products and gradients too."""
+    lhs, rhs = torch.randn(64, 96, requires_grad=True), torch.randn(2, 96, 32, requires_grad=True)
+    sizes = torch.tensor([30, 34])
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = ragged_dot(lhs, rhs, sizes)
+        return out, *torch.autograd.grad(out.square().sum(), (lhs, rhs))
+
+    expected = step()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for value, right in zip(step(), expected, strict=True):
+            torch.testing.assert_close(value, right)
+
+
 def arguments(**changes: object) -> dict:
     return {
         "lhs": torch.randn(8, 4),

@@ -157,7 +157,7 @@ def _import_functions(module: Any, blob: bytes, call_id: int) -> str:
 def _tag(value: Any) -> int | None:
     if value.owner.name != "stablehlo.constant":
         return None
-    constant = ir.DenseElementsAttr(value.owner.attributes["value"])
+    constant = value.owner.attributes["value"]
     if not isinstance(constant, ir.DenseIntElementsAttr) or len(constant) != 1:
         return None
     call_id = int(constant[0]) - _FIRST_TAG

@@ -1,4 +1,9 @@
-"""The experts layer of a mixture of experts as one Pallas kernel."""
+"""The experts layer of a mixture of experts as one Pallas kernel.
+
+Two modes, picked by `tiling.choose`: with few tokens every token goes through every chosen expert
+(kernel_dense), with many each expert takes only its own rows (kernel_gather). Both read the weights
+of the chosen experts once, through the same rings (weights), and keep x and the f32 sum in VMEM.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,13 @@ from .weights import ACTIVATIONS, Layer
 
 
 def moe_experts_fused(
-    hidden_states,  # [t, h]
-    top_k_index,  # [t, topk]
-    top_k_weights,  # [t, topk]
-    gate_up_proj,  # [e, 2i, h]
-    down_proj,  # [e, h, i]
-    gate_up_bias=None,  # [e, 2i]
-    down_bias=None,  # [e, h]
+    hidden_states: jax.Array,  # [t, h]
+    top_k_index: jax.Array,  # [t, topk]
+    top_k_weights: jax.Array,  # [t, topk]
+    gate_up_proj: jax.Array,  # [e, 2i, h]; [e, h, 2i] if transposed; i instead of 2i without gate
+    down_proj: jax.Array,  # [e, h, i]; [e, i, h] if transposed
+    gate_up_bias: jax.Array | None = None,  # [e, 2i]
+    down_bias: jax.Array | None = None,  # [e, h]
     *,
     activation: str = "silu",
     transposed: bool = False,
@@ -26,34 +31,56 @@ def moe_experts_fused(
     plan: tiling.Plan | None = None,
     chip: Chip,
     interpret=False,
-) -> jax.Array:
-    """y[t] = sum_j w[t, j] * (act(x @ gate) * (x @ up) @ down) of expert top_k_index[t, j]; [t, h]."""
+) -> jax.Array:  # [t, h]
+    """y[t] = sum_j w[t, j] * down(act(gate(x[t])) * up(x[t])) of expert top_k_index[t, j].
+
+    An id below 0 or from num_experts on (default: all experts held) names no expert here: its slot
+    adds exactly zero, whatever its weight. Nothing of a token reaches another token, and nothing of
+    an expert a token that did not choose it, NaN and inf included. Sums in f32, rounded once to
+    hidden_states.dtype, which is bfloat16 or float32 and that of the weights. No gradient.
+    """
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, expected one of {sorted(ACTIVATIONS)}")
+        names = sorted(ACTIVATIONS)
+        raise NotImplementedError(f"activation: got {activation!r}, the fused kernel has {names}")
     t, h = hidden_states.shape
-    e, i = gate_up_proj.shape[0], down_proj.shape[1 if transposed else 2]
-    topk = top_k_index.shape[1]
-    dtype = gate_up_proj.dtype
-    plan = plan or tiling.choose(t, topk, e, h, i, dtype, transposed, has_gate, chip)
+    num_held, i = gate_up_proj.shape[0], down_proj.shape[1 if transposed else 2]
+    topk, dtype = top_k_index.shape[1], gate_up_proj.dtype
     if plan is None:
-        raise NotImplementedError("shape does not fit")
+        plan = tiling.choose(t, topk, num_held, h, i, dtype, transposed, has_gate, chip)
+    if plan is None:
+        raise NotImplementedError(
+            f"[t={t}, topk={topk}, e={num_held}, h={h}, i={i}] {dtype} does not fit {chip.name}: "
+            "sort the rows and run two grouped matmuls"
+        )
+    e = num_held if num_experts is None else min(num_experts, num_held)
     layer = Layer(t, topk, e, h, i, dtype, activation, transposed, has_gate, plan)
-    ids = top_k_index.astype(jnp.int32)
-    biases = _biases(layer, gate_up_bias, down_bias)
-    kernel_of = {"dense": kernel_dense, "gather": kernel_gather}[plan.mode]
-    return kernel_of.run(
-        layer, hidden_states, ids, top_k_weights, gate_up_proj, down_proj, biases, chip, interpret
+    if top_k_weights.dtype != jnp.bfloat16:
+        top_k_weights = top_k_weights.astype(jnp.float32)
+    run = {"dense": kernel_dense.run, "gather": kernel_gather.run}[plan.mode]
+    return run(
+        layer,
+        hidden_states,
+        top_k_index.astype(jnp.int32),
+        top_k_weights,
+        gate_up_proj,
+        down_proj,
+        _biases(layer, num_held, gate_up_bias, down_bias),
+        chip,
+        interpret,
     )
 
 
-def _biases(layer: Layer, gate_up_bias, down_bias):
-    """f32, cut like the weights, so that a tile of one expert is a leading index; zeros for one missing."""
+def _biases(layer: Layer, num_held, gate_up_bias, down_bias):
+    """f32, cut like the weights so that a tile is a leading index; zeros for a missing one."""
     if gate_up_bias is None and down_bias is None:
         return ()
-    width = layer.i * (2 if layer.has_gate else 1)
-    shapes = ((layer.e, layer.parts, layer.num_in, 1, layer.part_width), (layer.e, layer.num_out, 1, layer.plan.tile_h))
-    out = []
-    for bias, shape, size in zip((gate_up_bias, down_bias), shapes, (width, layer.h)):
-        bias = jnp.zeros((layer.e, size)) if bias is None else bias
-        out.append(bias.astype(jnp.float32).reshape(shape))
-    return tuple(out)
+    if gate_up_bias is None:
+        gate_up_bias = jnp.zeros((num_held, layer.i * (2 if layer.has_gate else 1)))
+    if down_bias is None:
+        down_bias = jnp.zeros((num_held, layer.h))
+    shape_in = (num_held, layer.parts, layer.num_in, 1, layer.part_width)
+    shape_out = (num_held, layer.num_out, 1, layer.plan.tile_h)
+    return (
+        gate_up_bias.astype(jnp.float32).reshape(shape_in),
+        down_bias.astype(jnp.float32).reshape(shape_out),
+    )

@@ -5,21 +5,24 @@ A visit is one pass over one expert: `num_in` gate/up tiles, then `num_out` down
     HBM   gate_up[e]  | gate 0..ti | .. | up 0..ti | ..      down[e]  | 0..th | th..2th | ..
     VMEM  ring_in     [ring_in, parts, ti, h]                ring_out [ring_out, th, i]
 
-Tile `flat` = visit * num_tiles + tile lives in slot flat % ring. When a tile has been used, its slot
-is given at once to tile flat + ring, so that both rings together are always full and the HBM never
-waits for the compute: whole experts ahead when they fit, a few tiles ahead when they do not.
+Tile `flat` = visit * num_tiles + tile lives in slot flat % ring. When a tile has been used, its
+slot is given at once to tile flat + ring: both rings together are always full and the HBM does not
+wait for the compute, a whole expert ahead when that fits, else a few tiles.
 Transposed weights are cut along columns instead of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...tpu_runtime import LANES
 from .tiling import Plan
 
 
@@ -56,10 +59,6 @@ class Layer:
         return self.plan.tile_i * (2 if self.has_gate and not self.plan.is_split else 1)
 
     @property
-    def act_width(self) -> int:
-        return self.plan.tile_i
-
-    @property
     def ring_in_shape(self) -> tuple[int, ...]:
         tile = (self.h, self.part_width) if self.transposed else (self.part_width, self.h)
         return (self.plan.ring_in, self.parts, *tile)
@@ -72,8 +71,9 @@ class Layer:
     def dot(self, lhs, weight):
         """f32 [m, n] of lhs [m, k] and weight [n, k] ([k, n] if transposed)."""
         dims = (((1,), (0 if self.transposed else 1,)), ((), ()))
-        exact = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        return jax.lax.dot_general(lhs, weight, dims, exact, jnp.float32)
+        is_exact = self.dtype == jnp.float32
+        precision = jax.lax.Precision.HIGHEST if is_exact else jax.lax.Precision.DEFAULT
+        return jax.lax.dot_general(lhs, weight, dims, precision, jnp.float32)
 
     def gated(self, parts):
         """act(gate) * up of the f32 accumulators, rounded to the weights' dtype."""
@@ -87,13 +87,17 @@ def _silu(x):
     return x * jax.nn.sigmoid(x)
 
 
+def _gelu(x):
+    return 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5))  # Mosaic has erf, jax.nn.gelu takes erfc
+
+
 def _relu2(x):
     return jnp.square(jnp.maximum(x, 0))
 
 
 ACTIVATIONS = {
     "silu": _silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": _gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu2": _relu2,
 }
@@ -101,16 +105,20 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Stream:
-    """The refs of the two rings. `expert_of(visit)` names the expert; num_visits is how many there are."""
+    """The refs of the two rings, and which expert a visit is for.
+
+    Each slot has one DMA semaphore: `start_in` / `start_out` start its copies, `wait_in` /
+    `wait_out` wait for all of them before the tile is read; only then is the slot started again.
+    """
 
     layer: Layer
     gate_up: jax.Array  # HBM [e, 2i, h]
     down: jax.Array  # HBM [e, h, i]
     ring_in: jax.Array  # VMEM [ring_in, parts, ti, h]
     ring_out: jax.Array  # VMEM [ring_out, th, i]
-    sem_in: jax.Array  # one DMA semaphore per slot: started by `start_*`, waited for by `wait_*`
-    sem_out: jax.Array
-    expert_of: object
+    sem_in: jax.Array  # [ring_in]
+    sem_out: jax.Array  # [ring_out]
+    expert_of: Callable[[Any], Any]
 
     def _copies_in(self, expert, tile, slot):
         layer, plan = self.layer, self.layer.plan
@@ -122,7 +130,8 @@ class Stream:
                     part * layer.i + tile * plan.tile_i, _alignment(part * layer.i, plan.tile_i)
                 )
                 cut = pl.ds(first, plan.tile_i)
-                src = self.gate_up.at[(expert, slice(None), cut) if layer.transposed else (expert, cut)]
+                at = (expert, slice(None), cut) if layer.transposed else (expert, cut)
+                src = self.gate_up.at[at]
             yield pltpu.make_async_copy(src, self.ring_in.at[slot, part], self.sem_in.at[slot])
 
     def _copy_out(self, expert, tile, slot):
@@ -140,7 +149,7 @@ class Stream:
 
         @pl.when(visit < num_visits)
         def _():
-            slot = _slot(visit, tile, self.layer.num_in, self.layer.plan.ring_in)
+            slot = self.slot_in(visit, tile)
             for copy in self._copies_in(self.expert_of(visit), tile, slot):
                 copy.start()
 
@@ -149,7 +158,7 @@ class Stream:
 
         @pl.when(visit < num_visits)
         def _():
-            slot = _slot(visit, tile, self.layer.num_out, self.layer.plan.ring_out)
+            slot = self.slot_out(visit, tile)
             self._copy_out(self.expert_of(visit), tile, slot).start()
 
     def start_rest(self, num_visits):
@@ -159,22 +168,23 @@ class Stream:
         for tile in range(self.layer.plan.ring_out):
             self.start_out(0, tile, num_visits)
 
+    def slot_in(self, visit, tile):
+        return _slot(visit, tile, self.layer.num_in, self.layer.plan.ring_in)
+
+    def slot_out(self, visit, tile):
+        return _slot(visit, tile, self.layer.num_out, self.layer.plan.ring_out)
+
     def wait_in(self, visit, tile):
-        """Waits for gate/up tile `tile` of `visit`; returns its slot."""
-        slot = _slot(visit, tile, self.layer.num_in, self.layer.plan.ring_in)
-        for copy in self._copies_in(0, 0, slot):
+        for copy in self._copies_in(0, 0, self.slot_in(visit, tile)):
             copy.wait()
-        return slot
 
     def wait_out(self, visit, tile):
-        slot = _slot(visit, tile, self.layer.num_out, self.layer.plan.ring_out)
-        self._copy_out(0, 0, slot).wait()
-        return slot
+        self._copy_out(0, 0, self.slot_out(visit, tile)).wait()
 
 
 def _alignment(offset: int, step: int) -> int:
-    """Largest power of two up to 128 that divides offset and step."""
-    align = 128
+    """Largest power of two up to LANES that divides offset and step."""
+    align = LANES
     while offset % align or step % align:
         align //= 2
     return align

@@ -12,6 +12,7 @@ TAIL_ROWS = (16, 32, 64, 128, 256)
 MAX_ROWS = 1024  # at 561 flop per byte (v6e) weights should serve 600 rows or more
 WEIGHT_TILE_BYTES = 2 * MIB  # long enough to hide a DMA's start, short enough to end soon
 MAX_WEIGHT_TILE_BYTES = 4 * MIB
+FEW_ROWS = 512  # so few rows need no long dots
 MAX_DOT_MATMULS = 2048  # MXU instructions of one dot, about 4 bundles each
 
 
@@ -36,7 +37,10 @@ class Tiles:
     def __post_init__(self):
         if self.rows % self.row_step or self.cols % self.col_step:
             raise ValueError(f"steps must divide the tiles, got {self}")
-        if any(a >= b for a, b in zip(self.row_tails, (*self.row_tails[1:], self.row_step))):
+        if self.row_step % PACKED_ROWS:
+            raise ValueError(f"row_step must be a multiple of {PACKED_ROWS}, got {self}")
+        sizes = (*self.row_tails, self.row_step)
+        if list(sizes) != sorted(set(sizes)):
             raise ValueError(f"row_tails must ascend below row_step, got {self}")
         if min(self.slots, self.out_slots, self.lhs_slots) < 2:
             raise ValueError(f"every ring needs two slots, got {self}")
@@ -44,8 +48,24 @@ class Tiles:
 
 def lhs_slots_for(n: int, cols: int, slots: int, num_cores: int) -> int:
     """Row windows that `slots` weight tiles reach ahead into, plus the one in use."""
-    core_n = -(-(-(-n // cols)) // num_cores)
-    return 1 + -(-slots // core_n)
+    num_n = -(-n // cols)
+    core_n = -(-num_n // num_cores)
+    fewest = max(1, num_n - core_n * (num_cores - 1))  # column tiles of the last core
+    return 1 + -(-slots // fewest)
+
+
+def vmem_budget(chip: Chip) -> int:
+    """Bytes that a kernel may ask for; the compiler needs some itself."""
+    return chip.vmem_bytes * 9 // 10
+
+
+def check(tiles: Tiles, n: int, chip: Chip) -> None:
+    """Refuses tiles that do not suit the columns."""
+    if tiles.cols != n and (tiles.cols > n or tiles.cols % LANES):
+        raise ValueError(f"cols must be n or a smaller multiple of {LANES}, got {tiles}, n={n}")
+    lhs_slots = lhs_slots_for(n, tiles.cols, tiles.slots, chip.num_cores)
+    if tiles.lhs_slots < lhs_slots:
+        raise ValueError(f"lhs_slots must be at least {lhs_slots}, got {tiles}")
 
 
 def vmem_estimate(
@@ -58,23 +78,38 @@ def vmem_estimate(
         tiles.lhs_slots * tiles.rows * k_lanes * in_bytes
         + tiles.slots * rhs_tile * in_bytes
         + (tiles.out_slots + 1) * tiles.rows * cols * out_bytes
-        + 64 * (round_up(n, LANES) + cols)  # partial strips and bias rows
+        + 32 * (1 + tiles.lhs_slots) * (round_up(n, LANES) + cols)  # partial strips, bias rows
         + 2 * tiles.row_step * round_up(tiles.col_step, LANES) * 4
     )
 
 
-def _col_step(k: int, n: int, in_bytes: int, chip: Chip) -> int:
-    """Columns of one dot: two MXU widths, less if k is very long."""
+def _dot_width(in_bytes: int, chip: Chip) -> int:
+    """Rows and columns of a large dot.
+
+    Filling and draining the MXU costs a dot of two widths 5 % (v6e, k=4096), of one width 18 %.
+    float32 takes up to twelve times the instructions of bf16, so it gets dots of one width.
+    """
+    return chip.mxu_size * (2 if in_bytes == 2 else 1)
+
+
+def _col_step(m: int, k: int, n: int, in_bytes: int, chip: Chip) -> int:
+    """Columns of one dot: two MXU widths, less if k is very long.
+
+    With few rows one width is enough, and the dots left when the last weights arrive end sooner.
+    """
     mxu = chip.mxu_size
+    widest = _dot_width(in_bytes, chip) if m > FEW_ROWS else mxu
+    if chip.num_cores > 1:  # every core needs columns
+        widest = min(widest, max(LANES, round_up(-(-n // chip.num_cores), LANES)))
     longest = max(LANES, MAX_WEIGHT_TILE_BYTES // (k * in_bytes))
-    if n <= min(2 * mxu, longest):
+    if n <= min(widest, longest):
         return n
 
     def waste(step):
         return round_up(n, step) / round_up(n, LANES) - 1
 
     # On v5e a bound MXU should not work on missing columns: 5760 = 15 * 384, 1408 = 11 * 128.
-    steps = [step for step in (2 * mxu, 3 * mxu, mxu) if step <= longest and step <= n]
+    steps = [step for step in (widest, 3 * mxu, mxu) if step <= min(longest, n // chip.num_cores)]
     good = [step for step in steps if waste(step) < 0.02] if mxu == LANES else []
     return (good or steps or [LANES])[0]
 
@@ -96,13 +131,13 @@ def choose(
     if min(m, k, n, g) < 1:
         raise ValueError(f"m, k, n, g must be positive, got {(m, k, n, g)}")
     in_bytes, out_bytes = DTYPE_BYTES[lhs_dtype], DTYPE_BYTES[out_dtype]
-    budget = chip.vmem_bytes * 9 // 10
-    col_step = _col_step(k, n, in_bytes, chip)
-    tile_bytes = min(WEIGHT_TILE_BYTES, k * n * in_bytes // 4)
-    num_steps = max(1, min(tile_bytes // (k * col_step * in_bytes), n // col_step))
-    cols = num_steps * col_step
+    col_step = _col_step(m, k, n, in_bytes, chip)
+    tile_bytes = WEIGHT_TILE_BYTES if m > FEW_ROWS else WEIGHT_TILE_BYTES // 2
+    tile_bytes = min(tile_bytes, k * n * in_bytes // 4)
+    step_bytes = k * col_step * in_bytes
+    cols = col_step * max(1, min(tile_bytes // step_bytes, n // chip.num_cores // col_step))
 
-    row_step = 2 * chip.mxu_size
+    row_step = _dot_width(in_bytes, chip)
     while row_step > PACKED_ROWS and row_step // 2 >= m:
         row_step //= 2
     while row_step > LANES and row_step * col_step * k > MAX_DOT_MATMULS * 16 * chip.mxu_size**2:
@@ -114,7 +149,7 @@ def choose(
         lhs_slots = lhs_slots_for(n, cols, slots, chip.num_cores)
         tiles = Tiles(rows, cols, row_step, tails, col_step, slots, 4, lhs_slots)
         vmem_bytes = vmem_estimate(tiles, k, n, in_bytes, out_bytes, transpose_rhs)
-        if vmem_bytes <= budget:
+        if vmem_bytes <= vmem_budget(chip):
             return replace(tiles, vmem_bytes=vmem_bytes)
         if rows >= 2 * row_step:
             rows = round_up(rows // 2, row_step)

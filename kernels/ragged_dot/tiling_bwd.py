@@ -13,10 +13,11 @@ from ...tpu_runtime import LANES, Chip
 
 MASK_ROWS = 16  # rows masked at a time: one tile of the narrowest dtype, bf16
 MAX_BUCKETS = 5  # each is a compiled body
-MAX_ROWS = 1280
+MAX_ROWS = 1280  # mean group up to which a group is meant to be one visit
 # A dot keeps the MXU busy for at most so many cycles. Longer ones fill and drain it less often but
 # take as many instructions; the fixed cost of one, read off v5e and v6e schedules, is DOT_START.
-MAX_DOT_CYCLES = 8192
+# Exact f32 is a quarter of that: it compiles for minutes otherwise, and cannot be short anyway.
+MAX_DOT_CYCLES = {2: 8192, 4: 2048}  # by itemsize
 DOT_START_CYCLES = 350
 # What large DMAs reach of the HBM bandwidth, between v5e and v6e.
 READ_SHARE, WRITE_SHARE = 0.90, 0.75
@@ -79,7 +80,9 @@ def choose(m: int, p: int, q: int, g: int, dtype, out_dtype, chip: Chip) -> Weig
     itemsize, out_itemsize = jnp.dtype(dtype).itemsize, jnp.dtype(out_dtype).itemsize
     mean_rows = max(1, m // g)
     candidates = _candidates(mean_rows, p, q, itemsize, out_itemsize, chip)
-    return min(candidates, key=lambda t: _seconds(t, mean_rows, p, q, g, itemsize, out_itemsize, chip))
+    return min(
+        candidates, key=lambda t: _seconds(t, mean_rows, p, q, g, itemsize, out_itemsize, chip)
+    )
 
 
 def _candidates(
@@ -87,7 +90,8 @@ def _candidates(
 ) -> Iterator[WeightGradTiles]:
     num_cores = chip.num_cores if max(p, q) > LANES else 1
     for rows, num_buckets in _row_tiles(mean_rows, chip):
-        area = MAX_DOT_CYCLES * _flops_per_cycle(chip, itemsize) // (2 * min(rows, mean_rows))
+        usual_rows = min(rows, max(mean_rows, rows // num_buckets))
+        area = MAX_DOT_CYCLES[itemsize] * _flops_per_cycle(chip, itemsize) // (2 * usual_rows)
         is_any = False
         for slab, num_stores in itertools.product((8, 4, 2, 1), (4, 3, 2)):
             slab *= LANES
@@ -122,7 +126,11 @@ def _candidates(
 
 
 def _row_tiles(mean_rows: int, chip: Chip) -> Iterator[tuple[int, int]]:
-    """(rows, buckets) of a visit, the wanted one first, then smaller ones for a small VMEM."""
+    """(rows, buckets) of a visit, the wanted one first, then smaller ones for a small VMEM.
+
+    A bucket fills the depth of the MXU, and a quarter of the mean group: half a bucket is lost on
+    average. Long groups take several visits.
+    """
     if mean_rows > MAX_ROWS:
         bucket, num_buckets = 256, 4
     else:
@@ -130,7 +138,10 @@ def _row_tiles(mean_rows: int, chip: Chip) -> Iterator[tuple[int, int]]:
         num_buckets = min(max(2, ceil_div(mean_rows * 5 // 4, bucket)), MAX_BUCKETS)
     yield bucket * num_buckets, num_buckets
     while bucket > MASK_ROWS:
-        bucket, num_buckets = max(MASK_ROWS, bucket // 2 // MASK_ROWS * MASK_ROWS), min(num_buckets, 4)
+        bucket, num_buckets = (
+            max(MASK_ROWS, bucket // 2 // MASK_ROWS * MASK_ROWS),
+            min(num_buckets, 4),
+        )
         yield bucket * num_buckets, num_buckets
 
 
@@ -164,7 +175,7 @@ def _seconds(
     num_panels = num_p * num_q // tiles.num_cores
     hbm = chip.hbm_bytes_per_s
 
-    # Loads: with one visit a panel only loads what changes; otherwise it loads everything.
+    # With one visit a panel only loads what changes; otherwise it loads everything.
     visits = ceil_div(mean_rows, tiles.rows)
     changes_p = num_panels if num_p > 1 else 1
     changes_q = ceil_div(num_panels, num_p)
@@ -180,10 +191,15 @@ def _seconds(
     contraction = round_up(mean_rows, tiles.bucket_rows)
     num_dots = tiles.q // tiles.dot_q
     second = _flops_per_cycle(chip, 2) / chip.bf16_flops  # of one cycle
-    volume = tiles.slab * round_up(tiles.dot_q, chip.mxu_size) * contraction
-    dot = num_dots * (
-        2 * volume / _flops_per_cycle(chip, itemsize) + visits * DOT_START_CYCLES
-    ) * second
+    passes = contraction
+    if tiles.slab == chip.mxu_size == LANES:  # a v5e schedule: rows past 512 take two passes
+        passes += max(0, contraction - 512)
+    volume = tiles.slab * round_up(tiles.dot_q, chip.mxu_size) * passes
+    dot = (
+        num_dots
+        * (2 * volume / _flops_per_cycle(chip, itemsize) + visits * DOT_START_CYCLES)
+        * second
+    )
     # A store that queues behind the loads of the next panel stalls the dots once all buffers wait.
     longest_load = load * (tiles.p + tiles.q)
     stall = num_panels * max(0.0, longest_load - (tiles.num_stores - 1) * dot)
