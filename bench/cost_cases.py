@@ -1,8 +1,8 @@
-"""Our kernels as cases for the static cost tool, named as in its list of peers.
+"""Our kernels as cases for a static cost tool: CASES[name] = (fn, args, {"flops", "bytes"}).
 
-CASES[name] = (fn, args, {"flops", "bytes"}): the caller's counts, inputs read once and outputs
-written once, weights of groups without rows not read. Group sizes are real arrays, because the
-estimate follows them.
+fn is the JAX function that the torch op runs on the TPU. The counts are the caller's: inputs read
+once, outputs written once, weights of experts without rows not read. Group sizes and routing are
+real arrays, because an estimate follows them; everything else is a shape.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import tree  # noqa: E402, F401  (makes tpu_kernels importable)
-
-from tpu_kernels.kernels.ragged_dot.kernel import ragged_dot_fwd  # noqa: E402
-from tpu_kernels.tpu_runtime import CHIPS, Chip  # noqa: E402
+import tree  # noqa: F401  (makes tpu_kernels importable)
+from tpu_kernels.kernels.moe_experts import lowering as experts
+from tpu_kernels.kernels.ragged_dot import lowering as grouped
+from tpu_kernels.tpu_runtime import CHIPS, Chip
 
 CASES: dict[str, tuple] = {}
 
 
 def target_chip() -> Chip:
-    """The chip that is compiled for: the cost tool sets an abstract mesh of one device."""
+    """The chip that is compiled for: the tool sets an abstract mesh of one device."""
     kind = jax.sharding.get_abstract_mesh().abstract_device.device_kind
     return next(chip for chip in CHIPS.values() if chip.device_kind == kind)
 
@@ -44,22 +44,57 @@ def sparse(g: int, sizes: dict[int, int]) -> np.ndarray:
     return full
 
 
-def ragged_dot(lhs, rhs, group_sizes, group_offset, *, transpose_rhs: bool):
-    return ragged_dot_fwd(
-        lhs, rhs, group_sizes, group_offset, transpose_rhs=transpose_rhs, chip=target_chip()
+def ragged_dot(lhs, rhs, group_sizes, *, transpose_rhs: bool):
+    return grouped.ragged_dot(
+        lhs,
+        rhs,
+        group_sizes,
+        None,
+        None,
+        transpose_rhs,
+        "default",
+        "bfloat16",
+        chip=target_chip(),
+    )
+
+
+def weight_grad(grad, lhs, group_sizes):
+    g = group_sizes.shape[0]
+    return grouped.weight_grad(grad, lhs, group_sizes, None, g, "default", chip=target_chip())
+
+
+def moe_experts(x, index, weights, gate_up, down):
+    e = down.shape[0]
+    return experts.moe_experts(
+        x, index, weights, gate_up, down, None, None, "silu", False, True, e, chip=target_chip()
     )
 
 
 def add_ragged_dot(name: str, m: int, k: int, n: int, sizes: np.ndarray, transpose: bool) -> None:
-    g = len(sizes)
+    g, active = len(sizes), int((sizes > 0).sum())
     rhs = bf16(g, n, k) if transpose else bf16(g, k, n)
-    active = int((sizes > 0).sum())
     counts = {
         "flops": 2.0 * int(sizes.sum()) * k * n,
         "bytes": 2.0 * (m * k + active * k * n + m * n) + 4 * g,
     }
     fn = functools.partial(ragged_dot, transpose_rhs=transpose)
-    CASES[name] = (fn, (bf16(m, k), rhs, sizes, np.zeros(1, np.int32)), counts)
+    CASES[name] = (fn, (bf16(m, k), rhs, sizes), counts)
+
+
+def add_experts(name: str, t: int, e: int, *, is_shard: bool, h: int = 2048, i: int = 768) -> None:
+    """A Qwen3-30B-A3B layer: 8 of 128 experts a token; a shard holds the first e of them."""
+    random = np.random.default_rng(0)
+    index = np.stack([random.choice(128, 8, replace=False) for _ in range(t)]).astype(np.int32)
+    if t == 1 and is_shard:
+        index[0] = [3, 20, 40, 50, 60, 70, 80, 90]  # one local expert
+    index = np.where(index < e, index, e).astype(np.int32)
+    rows, active = int((index < e).sum()), len(np.unique(index[index < e]))
+    counts = {
+        "flops": 2.0 * rows * 3 * i * h,
+        "bytes": 2.0 * (2 * t * h + active * 3 * i * h) + t * 8 * 6,
+    }
+    arrays = (bf16(t, h), index, bf16(t, 8), bf16(e, 2 * i, h), bf16(e, h, i))
+    CASES[name] = (moe_experts, arrays, counts)
 
 
 SKEWED = sparse(16, {0: 40, 2: 200, 3: 24, 5: 8, 8: 100, 9: 60, 12: 16, 15: 64})
@@ -73,5 +108,18 @@ add_ragged_dot("R4", 32768, 768, 2048, uniform(128, 32768), True)
 add_ragged_dot("R5", 2048, 2816, 1408, uniform(16, 2048), True)
 add_ragged_dot("R6", 16384, 2880, 5760, uniform(32, 16384), False)
 add_ragged_dot("R7", 8192, 4096, 28672, uniform(8, 8192), True)
+CASES["R8"] = (  # weight gradient of R3
+    weight_grad,
+    (bf16(32768, 1536), bf16(32768, 2048), uniform(128, 32768)),
+    {
+        "flops": 2.0 * 32768 * 1536 * 2048,
+        "bytes": 2.0 * (32768 * (1536 + 2048) + 128 * 1536 * 2048),
+    },
+)
 add_ragged_dot("R9", 32768, 1536, 2048, uniform(128, 32768), False)  # lhs gradient of R3
 add_ragged_dot("R11", 8, 2048, 1536, ONE_ROW, True)
+
+for tokens in (1, 64, 256, 512):
+    add_experts(f"E1.{tokens}", tokens, 16, is_shard=True)
+for tokens in (64, 4096):
+    add_experts(f"E2.{tokens}", tokens, 128, is_shard=False)
