@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import tree  # noqa: F401  (makes tpu_kernels importable)
 from tpu_kernels.kernels.moe_experts import lowering as experts
 from tpu_kernels.kernels.ragged_dot import lowering as grouped
+from tpu_kernels.kernels.rmsnorm import lowering as norms
 from tpu_kernels.tpu_runtime import CHIPS, Chip
 
 CASES: dict[str, tuple] = {}
@@ -97,6 +98,19 @@ def add_experts(name: str, t: int, e: int, *, is_shard: bool, h: int = 2048, i: 
     CASES[name] = (moe_experts, arrays, counts)
 
 
+def add_norm(name: str, fn, rows: int, d: int, num_arrays: int, num_vectors: int, *static) -> None:
+    """num_arrays of [rows, d] and num_vectors of [d] are read or written."""
+
+    def run(*arrays):
+        *rest, weight = arrays
+        return fn(*rest, weight, 1e-6, *static, chip=target_chip())
+
+    num_inputs = {norms.rms_norm: 1}.get(fn, 2)
+    args = (*(bf16(rows, d) for _ in range(num_inputs)), bf16(d))
+    counts = {"flops": 0.0, "bytes": 2.0 * (num_arrays * rows * d + num_vectors * d)}
+    CASES[name] = (run, args, counts)
+
+
 SKEWED = sparse(16, {0: 40, 2: 200, 3: 24, 5: 8, 8: 100, 9: 60, 12: 16, 15: 64})
 ONE_ROW = sparse(128, dict.fromkeys((3, 17, 30, 55, 64, 90, 101, 127), 1))
 
@@ -123,3 +137,11 @@ for tokens in (1, 64, 256, 512):
     add_experts(f"E1.{tokens}", tokens, 16, is_shard=True)
 for tokens in (64, 4096):
     add_experts(f"E2.{tokens}", tokens, 128, is_shard=False)
+
+LLAMA = (0.0, "llama")  # offset, casting
+add_norm("N1", norms.rms_norm, 8192, 4096, 2, 1, *LLAMA)
+add_norm("N2", norms.add_rms_norm, 8192, 4096, 4, 1, *LLAMA)
+add_norm("N3", norms.rms_norm, 262144, 128, 2, 1, *LLAMA)
+add_norm("N4", norms.rms_norm, 64, 2048, 2, 1, *LLAMA)
+add_norm("N5", norms.rms_norm_backward, 8192, 4096, 3, 2, *LLAMA, True, True)
+add_norm("N6", norms.rms_norm_gated, 8192, 4096, 3, 1, "silu", False, *LLAMA)

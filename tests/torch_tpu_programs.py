@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from tpu_kernels.kernels.moe_experts.ops import moe_experts
 from tpu_kernels.kernels.ragged_dot.ops import ragged_dot
+from tpu_kernels.kernels.rmsnorm.ops import add_rms_norm, rms_norm, rms_norm_gated
 
 PROGRAMS: dict[str, tuple[Callable[..., object], list[torch.Tensor]]] = {}
 
@@ -61,3 +62,16 @@ def _experts(t: int, e: int, h: int, i: int, topk: int) -> None:
 
 
 _experts(64, 8, 256, 128, 2)
+
+
+def _norms(*shape: int) -> None:
+    def run(x, residual, gate, weight):
+        normed, total = add_rms_norm(x, residual, weight)
+        return rms_norm_gated(rms_norm(normed, None), gate, weight) + total
+
+    tensors = [_tensor(*shape, grad=True) for _ in range(3)] + [_tensor(shape[-1], grad=True)]
+    PROGRAMS["rms_norm_" + "x".join(map(str, shape))] = (_with_gradients(run), tensors)
+
+
+_norms(2, 64, 256)
+_norms(3, 5, 80)
