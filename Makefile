@@ -9,6 +9,7 @@
 VENV ?= .venv
 PIP_ARGS ?=
 RUN = TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV)/bin/python
+PYTEST = -m pytest -n 2 --dist loadgroup
 STAMP = $(VENV)/.installed
 
 .PHONY: quickstart test test-all build format lint clean
@@ -17,10 +18,10 @@ quickstart: $(STAMP)
 	$(VENV)/bin/python scripts/quickstart.py
 
 test: $(STAMP) lint
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) $(PYTEST) -m "not slow"
 
 test-all: $(STAMP) lint
-	$(RUN) -m pytest
+	$(RUN) $(PYTEST)
 
 build: $(STAMP)
 	$(RUN) scripts/build.py

@@ -30,7 +30,13 @@ def reports(chip: str) -> dict[str, dict]:
     return {report["name"]: report for report in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize(
+    "chip",
+    [
+        pytest.param(name, marks=pytest.mark.xdist_group(f"torch_tpu_{name}"))
+        for name in ("v5e", "v6e")
+    ],
+)
 @pytest.mark.parametrize("name", torch_tpu_programs.PROGRAMS)
 def test_program_lowers_and_compiles(name: str, chip: str) -> None:
     report = reports(chip)[name]
