@@ -8,6 +8,7 @@ real arrays, because an estimate follows them; everything else is a shape.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import tree  # noqa: F401  (makes tpu_kernels importable)
 from tpu_kernels.kernels.moe_experts import lowering as experts
 from tpu_kernels.kernels.ragged_dot import lowering as grouped
 from tpu_kernels.kernels.rmsnorm import lowering as norms
+from tpu_kernels.kernels.rotary import lowering as rotary
 from tpu_kernels.tpu_runtime import CHIPS, Chip
 
 CASES: dict[str, tuple] = {}
@@ -111,6 +113,34 @@ def add_norm(name: str, fn, rows: int, d: int, num_arrays: int, num_vectors: int
     CASES[name] = (run, args, counts)
 
 
+def apply_rotary(q, k, cos, sin, *, axis: int, interleaved: bool):
+    return rotary.apply_rotary(q, k, cos, sin, axis, interleaved, False, chip=target_chip())
+
+
+def qk_norm_rotary(q, k, cos, sin, q_weight, k_weight):
+    weights = (q_weight, k_weight)
+    static = (1e-6, 0.0, "llama", 1, False, False)
+    return rotary.qk_norm_rotary(q, k, *weights, cos, sin, *static, chip=target_chip())
+
+
+def add_rotary(
+    name: str,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    table: tuple[int, ...],
+    *,
+    axis: int = 1,
+    interleaved: bool = False,
+    has_norm: bool = False,
+) -> None:
+    weights = (bf16(q[-1]), bf16(q[-1])) if has_norm else ()
+    moved = 4 * (math.prod(q) + math.prod(k) + math.prod(table)) + 4 * q[-1] * has_norm
+    fn = functools.partial(apply_rotary, axis=axis, interleaved=interleaved)
+    arrays = (bf16(*q), bf16(*k), bf16(*table), bf16(*table), *weights)
+    counts = {"flops": 0.0, "bytes": float(moved)}
+    CASES[name] = (qk_norm_rotary if has_norm else fn, arrays, counts)
+
+
 SKEWED = sparse(16, {0: 40, 2: 200, 3: 24, 5: 8, 8: 100, 9: 60, 12: 16, 15: 64})
 ONE_ROW = sparse(128, dict.fromkeys((3, 17, 30, 55, 64, 90, 101, 127), 1))
 
@@ -145,3 +175,12 @@ add_norm("N3", norms.rms_norm, 262144, 128, 2, 1, *LLAMA)
 add_norm("N4", norms.rms_norm, 64, 2048, 2, 1, *LLAMA)
 add_norm("N5", norms.rms_norm_backward, 8192, 4096, 3, 2, *LLAMA, True, True)
 add_norm("N6", norms.rms_norm_gated, 8192, 4096, 3, 1, "silu", False, *LLAMA)
+
+QUERY, KEY, TABLE = (1, 32, 4096, 128), (1, 8, 4096, 128), (1, 4096, 128)
+SD35 = (1, 24, 4429, 64)  # Stable Diffusion 3.5
+add_rotary("Q1", QUERY, KEY, TABLE)
+add_rotary("Q2", (64, 32, 1, 128), (64, 8, 1, 128), (64, 1, 128))
+add_rotary("Q3", QUERY, KEY, TABLE, has_norm=True)
+add_rotary("Q4", SD35, SD35, (1, 4429, 64), interleaved=True)
+add_rotary("Q5", QUERY, KEY, (1, 4096, 32))
+add_rotary("Q6", (1, 4096, 32, 128), (1, 4096, 8, 128), TABLE, axis=2)

@@ -1,8 +1,8 @@
-"""The main job from nothing: build ragged-dot-tpu, load it as users do, run a real MoE model on it.
+"""The main job from nothing: build the Hub kernels, load them as users do, run a real MoE model.
 
     make quickstart        (or: python scripts/quickstart.py, in an environment with the extras)
 
-1. builds the Hub variants into build/;  2. loads one through `kernels.get_kernel`;
+1. builds the Hub variants into build/;  2. loads them through `kernels.get_kernel`;
 3. runs Qwen3-MoE from transformers, forward and backward, with the experts from the kernel against
    transformers' own: a small random model, then one layer at the sizes of Qwen3-30B-A3B;
 4. compiles the same ops with the real TPU compiler for v5e and v6e, TPU or not.
@@ -21,11 +21,11 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-HUB_NAME = "org/ragged-dot-tpu"
+HUB_NAMES = ("ragged-dot-tpu", "rmsnorm-tpu", "rotary-tpu")
 HAS_TPU = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 os.environ.update(
-    LOCAL_KERNELS=f"{HUB_NAME}={ROOT / 'build' / 'ragged-dot-tpu'}",
+    LOCAL_KERNELS=":".join(f"org/{name}={ROOT / 'build' / name}" for name in HUB_NAMES),
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     # Where there is no TPU, torch_tpu would look for one at `import torch`, and can hang.
@@ -56,20 +56,21 @@ def step(title: str) -> Iterator[None]:
 def build() -> None:
     import build as builder
 
-    if builder.main(["--kernel", "ragged-dot-tpu"]) != 0:
+    if builder.main([]) != 0:
         raise SystemExit(1)
 
 
-def load() -> ModuleType:
+def load() -> dict[str, ModuleType]:
     import torch
 
     import kernels
 
     # A CUDA wheel of torch without a GPU, as pip installs by default, takes torch-universal.
-    kernel = kernels.get_kernel(HUB_NAME, version=1)
-    say(f"  {kernel.__name__} with {', '.join(kernel.__all__)}")
+    loaded = {name: kernels.get_kernel(f"org/{name}", version=1) for name in HUB_NAMES}
+    for kernel in loaded.values():
+        say(f"  {kernel.__name__} with {', '.join(kernel.__all__)}")
     say(f"  torch {torch.__version__}, tensors on {'tpu' if HAS_TPU else 'cpu'}")
-    return kernel
+    return loaded
 
 
 def relative_difference(a, b) -> float:
@@ -77,12 +78,16 @@ def relative_difference(a, b) -> float:
     return ((a.float() - b.float()).abs().max() / scale).item()
 
 
-def run_model(kernel: ModuleType) -> None:
+def run_model(loaded: dict[str, ModuleType]) -> None:
     import torch
+    from kernels.layer import Mode
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register("ragged_dot_tpu", kernel.experts_forward)
+    import kernels
+
+    experts_forward = loaded["ragged-dot-tpu"].experts_forward
+    ALL_EXPERTS_FUNCTIONS.register("ragged_dot_tpu", experts_forward)
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=512,
@@ -96,21 +101,41 @@ def run_model(kernel: ModuleType) -> None:
         num_experts=16,
         num_experts_per_tok=4,
     )
-    model = Qwen3MoeForCausalLM(config).to("tpu" if HAS_TPU else "cpu")
-    tokens = torch.randint(0, 512, (2, 64), device=model.device)
-    results = {}
-    for implementation in ("grouped_mm", "ragged_dot_tpu"):
-        model.set_experts_implementation(implementation)
+    device = "tpu" if HAS_TPU else "cpu"
+    model = Qwen3MoeForCausalLM(config).to(device)
+    tokens = torch.randint(0, 512, (2, 64), device=device)
+
+    def step() -> tuple:
         model.zero_grad()
         output = model(tokens, labels=tokens)
         output.loss.backward()
         grads = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-        results[implementation] = output.logits.detach().cpu(), grads
-    (logits, grads), (expected, expected_grads) = results["ragged_dot_tpu"], results["grouped_mm"]
+        return output.logits.detach().cpu(), grads
+
+    model.set_experts_implementation("grouped_mm")
+    expected, expected_grads = step()
+    model.set_experts_implementation("ragged_dot_tpu")
+    compare_steps("experts", step(), expected, expected_grads)
+    layers = {"RMSNorm": ("rmsnorm-tpu", "RMSNorm")}
+    layers["rotary_pos_emb"] = ("rotary-tpu", "apply_rotary_transformers")
+    kernels.register_kernel_mapping(
+        {
+            hook: {device: kernels.LocalLayerRepository(ROOT / "build" / name, layer_name=layer)}
+            for hook, (name, layer) in layers.items()
+        },
+        inherit_mapping=False,
+    )
+    kernels.kernelize(model, mode=Mode.TRAINING, device=device)
+    compare_steps("experts, norms and rotary", step(), expected, expected_grads)
+
+
+def compare_steps(what: str, step: tuple, expected, expected_grads: dict) -> None:
+    logits, grads = step
+    difference = relative_difference(logits, expected)
     worst = max(relative_difference(grads[name], expected_grads[name]) for name in grads)
-    say(f"  logits: largest relative difference {relative_difference(logits, expected):.1e}")
-    say(f"  gradients of {len(grads)} parameters: largest relative difference {worst:.1e}")
-    if relative_difference(logits, expected) > 1e-3 or worst > 1e-2:
+    say(f"  {what} from the kernels; largest relative difference to transformers' own:")
+    say(f"    logits {difference:.1e}, gradients of {len(grads)} parameters {worst:.1e}")
+    if difference > 1e-3 or worst > 1e-2:
         raise SystemExit("the kernel and transformers disagree")
 
 
@@ -182,12 +207,12 @@ def compile_for_chips(kernel: ModuleType) -> None:
             x, index, weights, gate_up, down, None, None, "silu", False, True, g, chip=chip
         )
 
-    def plans(chip) -> tuple:
-        bf16 = jnp.dtype(jnp.bfloat16)
+    def vmem_bytes(chip) -> tuple[int, int, int]:
+        bf16, itemsize = "bfloat16", 2
         return (
-            grouped_tiling.choose(m, k, n, g, bf16, bf16, True, chip),
-            grad_tiling.choose(m, n, k, g, bf16, bf16, chip),
-            experts_tiling.choose(t, topk, g, k, n // 2, bf16, False, True, chip),
+            grouped_tiling.choose(m, k, n, g, bf16, bf16, True, chip).vmem_bytes,
+            grad_tiling.choose(m, n, k, g, bf16, bf16, chip).vmem_bytes(itemsize, itemsize),
+            experts_tiling.choose(t, topk, g, k, n // 2, bf16, False, True, chip).vmem_bytes,
         )
 
     lhs, rhs, sizes = spec(m, k), spec(g, n, k), spec(g, dtype=jnp.int32)
@@ -205,7 +230,7 @@ def compile_for_chips(kernel: ModuleType) -> None:
     say("  Static facts of compiled programs, not times measured on a TPU. Roofline: the larger of")
     say("  FLOPs / bfloat16 peak and bytes (inputs and outputs once) / HBM bandwidth.")
     for chip in (module("tpu_runtime").CHIPS[name] for name in ("v5e", "v6e")):
-        for (name, fn, args, flops), plan in zip(programs, plans(chip), strict=True):
+        for (name, fn, args, flops), vmem in zip(programs, vmem_bytes(chip), strict=True):
             say(f"  {chip.name}: compiling {name} ...")
 
             def run(*arrays, fn=fn, chip=chip):
@@ -219,7 +244,7 @@ def compile_for_chips(kernel: ModuleType) -> None:
             }
             bound = max(times, key=times.get)
             say(
-                f"       VMEM {plan.vmem_bytes / 2**20:.0f} of {chip.vmem_bytes / 2**20:.0f} MiB, "
+                f"       VMEM {vmem / 2**20:.0f} of {chip.vmem_bytes / 2**20:.0f} MiB, "
                 f"HBM {moved / 1e9:.2f} GB and {memory.temp_size_in_bytes / 1e9:.2f} GB temporary, "
                 f"roofline {times[bound]:.0f} us ({bound})"
             )
@@ -227,16 +252,16 @@ def compile_for_chips(kernel: ModuleType) -> None:
 
 def main() -> None:
     sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "bench")]
-    with step("Building ragged-dot-tpu"):
+    with step("Building the Hub kernels"):
         build()
-    with step(f"Loading it: kernels.get_kernel({HUB_NAME!r}, version=1)"):
-        kernel = load()
-    with step("Qwen3-MoE, small random model: experts from the kernel against grouped_mm"):
-        run_model(kernel)
+    with step('Loading them: kernels.get_kernel("org/ragged-dot-tpu", version=1) and so on'):
+        loaded = load()
+    with step("Qwen3-MoE, small random model, forward and backward"):
+        run_model(loaded)
     with step("One Qwen3-30B-A3B experts layer at its real sizes"):
         run_real_layer()
-    with step("Compiling the same ops with the TPU compiler"):
-        compile_for_chips(kernel)
+    with step("Compiling the ops of ragged-dot-tpu with the TPU compiler"):
+        compile_for_chips(loaded["ragged-dot-tpu"])
     say("Done. Next: README.md, and `make test`.")
 
 

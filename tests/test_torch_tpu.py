@@ -13,7 +13,7 @@ import torch_tpu_programs
 
 WORKER = Path(__file__).with_name("torch_tpu_worker.py")
 # Pallas kernels each program must contain: forward, and what its backward launches.
-KERNELS = {"ragged_dot": 3, "moe_experts": 6, "rms_norm": 6}
+KERNELS = {"ragged_dot": 3, "moe_experts": 6, "rms_norm": 6, "rotary": 4}
 
 
 @functools.cache

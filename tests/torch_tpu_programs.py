@@ -9,6 +9,7 @@ import torch
 from tpu_kernels.kernels.moe_experts.ops import moe_experts
 from tpu_kernels.kernels.ragged_dot.ops import ragged_dot
 from tpu_kernels.kernels.rmsnorm.ops import add_rms_norm, rms_norm, rms_norm_gated
+from tpu_kernels.kernels.rotary.ops import apply_rotary, qk_norm_rotary
 
 PROGRAMS: dict[str, tuple[Callable[..., object], list[torch.Tensor]]] = {}
 
@@ -75,3 +76,23 @@ def _norms(*shape: int) -> None:
 
 _norms(2, 64, 256)
 _norms(3, 5, 80)
+
+
+def _rotary(b: int, s: int, d: int) -> None:
+    def run(q, k, q_weight, k_weight, cos, sin):
+        q, k = qk_norm_rotary(q, k, q_weight, k_weight, cos, sin)
+        return sum(x.float().sum() for x in apply_rotary(q, k, cos, sin))
+
+    tensors = [
+        _tensor(b, 8, s, d, grad=True),
+        _tensor(b, 2, s, d, grad=True),
+        _tensor(d, grad=True),
+        _tensor(d, grad=True),
+        _tensor(1, s, d),
+        _tensor(1, s, d),
+    ]
+    PROGRAMS[f"rotary_{b}x{s}x{d}"] = (_with_gradients(run), tensors)
+
+
+_rotary(2, 256, 128)
+_rotary(1, 100, 64)
