@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import importlib
+import logging
 import os
 import sys
 import time
@@ -125,6 +126,7 @@ def run_model(loaded: dict[str, ModuleType]) -> None:
         },
         inherit_mapping=False,
     )
+    logging.getLogger("kernels").setLevel(logging.ERROR)  # it lists the hooks left alone
     kernels.kernelize(model, mode=Mode.TRAINING, device=device)
     compare_steps("experts, norms and rotary", step(), expected, expected_grads)
 
