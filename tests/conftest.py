@@ -12,6 +12,9 @@ os.environ.update(
     # torch_tpu would probe for hardware at `import torch`, and can hang where there is none.
     TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     JAX_PLATFORMS="cpu",
+    # Pallas' interpreter calls back into Python, which can deadlock with asynchronous dispatch on a
+    # machine of two cores.
+    JAX_CPU_ENABLE_ASYNC_DISPATCH="0",
     # libtpu compiles ahead of time on a CPU host without asking anybody where it is.
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import RAGGED_DOT_EDGE, RaggedDotCase, group_ranges, ids, ragged_dot_inputs
@@ -264,8 +266,13 @@ def test_new_routing_does_not_recompile(dynamic: bool | None) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
-    [("eager", True), ("eager", False), ("aot_eager", True), ("aot_eager", False)]
-    + [("inductor", True)],
+    [
+        ("eager", True),
+        ("eager", False),
+        ("aot_eager", True),
+        ("aot_eager", False),
+        ("inductor", True),
+    ],
 )
 def test_compiled_training_step(backend: str, dynamic: bool) -> None:
     """DV04: fullgraph, forward and backward, equal to eager."""
@@ -463,3 +470,14 @@ def test_sizes_out_of_contract_write_nothing_outside() -> None:
     out = forward(case, inputs, INTERPRET)
     torch.testing.assert_close(out[:5], inputs["lhs"][:5] @ inputs["rhs"][0])
     torch.testing.assert_close(out[5:], inputs["lhs"][5:] @ inputs["rhs"][1])
+
+
+@pytest.mark.parametrize("offset", [-3, 2, 2**31 - 1])
+def test_offset_out_of_contract_stays_inside(offset: int) -> None:
+    """group_offset + g past the sizes, where it is never read back: nothing outside is touched."""
+    case = RaggedDotCase(
+        "offset", "RD20", 8, 4, 5, (2, 3, 2), True, "float32", group_offset=offset, num_groups=2
+    )
+    inputs = ragged_dot_inputs(replace(case, group_offset=1))
+    for result in (forward(case, inputs, INTERPRET), gradients(case, inputs, INTERPRET)[1]):
+        assert result.shape[0] in (8, 2)

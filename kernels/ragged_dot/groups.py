@@ -39,6 +39,9 @@ def list_visits(sizes_ref, group_offset, num_groups, m, tile_rows, visits_ref, *
     groups too (one visit without rows each), which a weight gradient has to zero.
     Returns (num_visits, first row of the first group, row past the last group).
     """
+    num_before = sizes_ref.shape[0] - num_groups
+    # An offset that breaks the contract must not read past the sizes either.
+    group_offset = jnp.clip(group_offset, 0, num_before) if num_before else 0
 
     def clipped(group_id, start):
         size = jnp.minimum(jnp.maximum(sizes_ref[group_id], 0), m - start)

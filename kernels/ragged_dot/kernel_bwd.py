@@ -184,9 +184,8 @@ def _kernel(
         first_panel=first_panel,
         num_panels=jnp.minimum(core_panels, total_panels - first_panel),
     )
-    offset = jnp.clip(offset_ref[0], 0, sizes_ref.shape[0] - num_groups)
     num_visits, _, _ = groups.list_visits(
-        sizes_ref, offset, num_groups, m, tiles.rows, work.visits_ref, with_empty=True
+        sizes_ref, offset_ref[0], num_groups, m, tiles.rows, work.visits_ref, with_empty=True
     )
     num_items = num_visits * work.num_panels
 
