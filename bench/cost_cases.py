@@ -18,6 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import tree  # noqa: F401  (makes tpu_kernels importable)
+from tpu_kernels.kernels.flash_attention import lowering as attention
 from tpu_kernels.kernels.moe_experts import lowering as experts
 from tpu_kernels.kernels.ragged_dot import lowering as grouped
 from tpu_kernels.kernels.rmsnorm import lowering as norms
@@ -141,6 +142,40 @@ def add_rotary(
     CASES[name] = (qk_norm_rotary if has_norm else fn, arrays, counts)
 
 
+def flash_attention(q, k, v, *masks, causal: bool, window: int, names: tuple[str, ...] = ()):
+    given = dict(zip(names, masks, strict=True))
+    ids, lengths = given.get("segment_ids"), given.get("kv_lengths")
+    tensors = (given.get("sinks"), ids, ids, None, lengths)
+    static = (causal, window, 0 if window >= 0 else -1, q.shape[-1] ** -0.5, 0.0, False)
+    return attention.flash_attention(q, k, v, *tensors, *static, chip=target_chip())
+
+
+def add_attention(
+    name: str,
+    shape: tuple[int, int, int, int, int],
+    d: int,
+    pairs: float,
+    *,
+    causal: bool = True,
+    window: int = -1,
+    **masks,
+) -> None:
+    """shape: b, sq, hq, hkv, sk; pairs: visible ones of one head; window: keys to the left."""
+    b, sq, hq, hkv, sk = shape
+    fn = functools.partial(flash_attention, causal=causal, window=window, names=tuple(masks))
+    arrays = (bf16(b, sq, hq, d), bf16(b, sk, hkv, d), bf16(b, sk, hkv, d), *masks.values())
+    moved = 2 * b * d * (2 * sq * hq + 2 * sk * hkv)
+    CASES[name] = (fn, arrays, {"flops": 4.0 * b * hq * pairs * d, "bytes": float(moved)})
+
+
+def triangle(length: int) -> float:
+    return length * (length + 1) / 2
+
+
+def band(length: int, window: int) -> float:
+    return triangle(window) + (length - window) * window
+
+
 SKEWED = sparse(16, {0: 40, 2: 200, 3: 24, 5: 8, 8: 100, 9: 60, 12: 16, 15: 64})
 ONE_ROW = sparse(128, dict.fromkeys((3, 17, 30, 55, 64, 90, 101, 127), 1))
 
@@ -184,3 +219,16 @@ add_rotary("Q3", QUERY, KEY, TABLE, has_norm=True)
 add_rotary("Q4", SD35, SD35, (1, 4429, 64), interleaved=True)
 add_rotary("Q5", QUERY, KEY, (1, 4096, 32))
 add_rotary("Q6", (1, 4096, 32, 128), (1, 4096, 8, 128), TABLE, axis=2)
+
+DOCUMENTS = [700, 1400, 900, 1096]
+IDS = np.repeat(np.arange(4, dtype=np.int32), DOCUMENTS)[None]
+SINKS = jax.ShapeDtypeStruct((64,), jnp.float32)
+add_attention("A1", (1, 4096, 32, 8, 4096), 128, triangle(4096))
+add_attention("A2f", (1, 8192, 32, 8, 8192), 128, triangle(8192))
+add_attention("A3", (1, 4429, 24, 24, 4429), 64, 4429.0**2, causal=False)
+add_attention("A4", (1, 8192, 16, 8, 8192), 256, band(8192, 1024), window=1023)
+LENGTHS = np.full(64, 4096, np.int32)
+add_attention("A5", (64, 1, 32, 8, 4096), 128, 4096.0, kv_lengths=LENGTHS)
+add_attention("A6", (1, 4096, 64, 8, 4096), 64, band(4096, 128), window=127, sinks=SINKS)
+add_attention("A7", (1, 4096, 32, 8, 4096), 128, sum(map(triangle, DOCUMENTS)), segment_ids=IDS)
+add_attention("A8", (1, 32768, 28, 4, 32768), 128, triangle(32768))

@@ -12,8 +12,9 @@ import pytest
 import torch_tpu_programs
 
 WORKER = Path(__file__).with_name("torch_tpu_worker.py")
-# Pallas kernels each program must contain: forward, and what its backward launches.
-KERNELS = {"ragged_dot": 3, "moe_experts": 6, "rms_norm": 6, "rotary": 4}
+# Pallas kernels each program must contain: forward, and what its backward launches (that of
+# attention is XLA's).
+KERNELS = {"ragged_dot": 3, "moe_experts": 6, "rms_norm": 6, "rotary": 4, "flash_attention": 1}
 
 
 @functools.cache

@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 
 import torch
+from tpu_kernels.kernels.flash_attention.ops import flash_attention
+from tpu_kernels.kernels.flash_attention.packed import flash_attention_packed
+from tpu_kernels.kernels.flash_attention.transformers import flash_attn_forward
 from tpu_kernels.kernels.moe_experts.ops import moe_experts
 from tpu_kernels.kernels.ragged_dot.ops import ragged_dot
 from tpu_kernels.kernels.rmsnorm.ops import add_rms_norm, rms_norm, rms_norm_gated
@@ -96,3 +99,60 @@ def _rotary(b: int, s: int, d: int) -> None:
 
 _rotary(2, 256, 128)
 _rotary(1, 100, 64)
+
+
+def _attention(name: str, fn: Callable[..., object], shapes: list[tuple], *more: object) -> None:
+    tensors = [_tensor(*shape, grad=True) for shape in shapes]
+    PROGRAMS[f"flash_attention_{name}"] = (_with_gradients(fn), [*tensors, *more])
+
+
+def _ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _every_mask(q, k, v, sinks, q_ids, kv_ids, mask, lengths):
+    return flash_attention(
+        q,
+        k,
+        v,
+        causal=True,
+        window_size=(100, 0),
+        softcap=30.0,
+        sinks=sinks,
+        q_segment_ids=q_ids,
+        kv_segment_ids=kv_ids,
+        mask=mask,
+        kv_lengths=lengths,
+    )
+
+
+_attention(
+    "every_mask",
+    _every_mask,
+    [(2, 200, 8, 128), (2, 256, 2, 128), (2, 256, 2, 128), (8,)],
+    _ints(2, 200),
+    _ints(2, 256),
+    _ints(2, 1, 200, 256, dtype=torch.bool),
+    _ints(2),
+)
+_attention(
+    "causal",
+    lambda q, k, v: flash_attention(q, k, v, causal=True),
+    [(1, 512, 8, 64), (1, 512, 2, 64), (1, 512, 2, 64)],
+)
+_attention(
+    "static_cache",
+    lambda q, k, v: flash_attn_forward(None, q, k, v, None)[0],
+    [(1, 8, 256, 128), (1, 2, 512, 128), (1, 2, 512, 128)],
+)
+_attention(
+    "decode",
+    lambda q, k, v: flash_attn_forward(None, q, k, v, None)[0],
+    [(4, 8, 1, 128), (4, 2, 512, 128), (4, 2, 512, 128)],
+)
+_attention(
+    "packed",
+    lambda q, k, v, cu: flash_attention_packed(q, k, v, cu, cu, 100, 100, causal=True),
+    [(300, 8, 128), (300, 2, 128), (300, 2, 128)],
+    _ints(5),
+)

@@ -17,11 +17,8 @@ import jax.numpy as jnp
 from ...tpu_runtime import Chip
 from ..ragged_dot import lowering as grouped
 from . import tiling
+from .gates import OAI_ALPHA, OAI_LIMIT
 from .kernel import moe_experts_fused
-
-# gpt-oss, https://huggingface.co/openai/gpt-oss-20b: fixed in the model, not in its config.
-_OAI_ALPHA = 1.702
-_OAI_LIMIT = 7.0
 
 
 def moe_experts(
@@ -158,9 +155,9 @@ def moe_experts_backward(
 def apply_gate(gate_up: jax.Array, *, activation: str, has_gate: bool) -> jax.Array:
     """[m, 2i] float32 -> [m, i]: act(gate) * up, or act(up) without a gate."""
     if activation == "swiglu_oai":
-        gate = jnp.minimum(gate_up[:, ::2], _OAI_LIMIT)
-        up = jnp.clip(gate_up[:, 1::2], -_OAI_LIMIT, _OAI_LIMIT)
-        return (up + 1) * gate * jax.nn.sigmoid(_OAI_ALPHA * gate)
+        gate = jnp.minimum(gate_up[:, ::2], OAI_LIMIT)
+        up = jnp.clip(gate_up[:, 1::2], -OAI_LIMIT, OAI_LIMIT)
+        return (up + 1) * gate * jax.nn.sigmoid(OAI_ALPHA * gate)
     activate = {
         "silu": jax.nn.silu,
         "gelu": functools.partial(jax.nn.gelu, approximate=False),

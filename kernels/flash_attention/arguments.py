@@ -1,0 +1,109 @@
+"""Checks that the dense and the packed function share: on shapes and dtypes, before any compile."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+
+from ...tpu_runtime import checks
+
+INT32_MAX = 2**31 - 1
+
+
+def check_heads(
+    q: Any, k: Any, v: Any, *, ndim: int, heads_dim: int, sinks: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v after the checks of ranks, dtypes, devices, heads and head sizes."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        checks.require_tensor(name, value, ndim, checks.FLOATS)
+    if sinks is not None:
+        checks.require_tensor("sinks", sinks, 1, checks.FLOATS)
+    checks.require_same_device(q=q, k=k, v=v, sinks=sinks)
+    q, k, v = checks.promote_under_autocast(q, k, v)
+    checks.require_same_dtype(q=q, k=k, v=v)
+    hq, hkv, d = q.shape[heads_dim], k.shape[heads_dim], q.shape[-1]
+    if 0 in (hq, hkv, d, v.shape[-1]):
+        raise ValueError(
+            "q, k, v: expected at least one head and a head size of at least 1, got shapes "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if hq % hkv != 0:
+        raise ValueError(f"q: expected heads that are a multiple of k's {hkv}, got {hq}")
+    if k.shape[-1] != d:
+        raise ValueError(f"k: expected the head size of q, {d}, got {k.shape[-1]}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v: expected shape {tuple(k.shape[:-1])} as in k but for the head size, "
+            f"got {tuple(v.shape)}"
+        )
+    if sinks is not None:
+        checks.require_shape("sinks", sinks, (hq,), "[hq]")
+    return q, k, v
+
+
+def check_options(
+    causal: Any, softmax_scale: Any, window_size: Any, softcap: Any, dropout_p: Any, head_size: int
+) -> tuple[bool, int, int, float, float]:
+    """(causal, window_left, window_right, softmax_scale, softcap) as the ops take them."""
+    checks.require_bool("causal", causal)
+    if softmax_scale is None:
+        softmax_scale = 1 / math.sqrt(int(head_size))
+    softmax_scale = _number("softmax_scale", softmax_scale)
+    softcap = 0.0 if softcap is None else _number("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap: expected 0 or None (off) or a positive number, got {softcap}")
+    if _number("dropout_p", dropout_p) != 0:
+        raise NotImplementedError(
+            f"dropout_p: attention dropout is not supported, expected 0, got {dropout_p}"
+        )
+    return causal, *_window(window_size), softmax_scale, softcap
+
+
+def _number(name: str, value: Any) -> float:
+    is_number = isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt)
+    if not is_number or isinstance(value, bool):
+        got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(f"{name}: expected a Python number, got {got}")
+    return float(value)
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        got = "a tensor" if isinstance(window_size, torch.Tensor) else repr(window_size)
+        raise TypeError(f"window_size: expected a tuple (left, right) of ints, got {got}")
+    sides = []
+    for side in window_size:
+        if side is not None:
+            checks.require_int("window_size", side)
+            if side < -1:
+                raise ValueError(
+                    f"window_size: expected sizes >= 0, or -1 or None for no limit, got {side}"
+                )
+        # No sequence is longer, and a sum of positions and window must fit in int32.
+        sides.append(-1 if side is None else min(int(side), INT32_MAX // 2))
+    return sides[0], sides[1]
+
+
+def check_ids(name: str, ids: Any, shape: tuple[int, ...], means: str) -> torch.Tensor:
+    """Integer ids as int32."""
+    checks.require_tensor(name, ids, len(shape), checks.INTEGERS)
+    checks.require_shape(name, ids, shape, means)
+    if ids.dtype in (torch.int64, torch.uint32) and (found := value_range(ids)) is not None:
+        require_range(name, found, -INT32_MAX - 1, INT32_MAX)
+    return ids.to(torch.int32)
+
+
+def value_range(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """(least, greatest) value of an eager CPU tensor; None where it cannot be read, or is empty."""
+    if checks.values_on_host(tensor[:0]) is None or tensor.numel() == 0:
+        return None
+    values = checks.values_on_host(torch.stack(torch.aminmax(tensor.to(torch.int64))))
+    return None if values is None else (values[0], values[1])
+
+
+def require_range(name: str, found: tuple[int, int], low: int, high: int) -> None:
+    if found[0] < low or found[1] > high:
+        raise ValueError(f"{name}: expected values from {low} to {high}, got {found}")
