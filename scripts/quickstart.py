@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-HUB_NAMES = ("ragged-dot-tpu", "rmsnorm-tpu", "rotary-tpu")
+HUB_NAMES = ("ragged-dot-tpu", "attention-tpu", "rmsnorm-tpu", "rotary-tpu")
 HAS_TPU = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 os.environ.update(
@@ -117,6 +117,8 @@ def run_model(loaded: dict[str, ModuleType]) -> None:
     expected, expected_grads = step()
     model.set_experts_implementation("ragged_dot_tpu")
     compare_steps("experts", step(), expected, expected_grads)
+    model.set_attn_implementation("org/attention-tpu", allow_all_kernels=True)
+    compare_steps("experts and attention", step(), expected, expected_grads)
     layers = {"RMSNorm": ("rmsnorm-tpu", "RMSNorm")}
     layers["rotary_pos_emb"] = ("rotary-tpu", "apply_rotary_transformers")
     kernels.register_kernel_mapping(
@@ -128,7 +130,7 @@ def run_model(loaded: dict[str, ModuleType]) -> None:
     )
     logging.getLogger("kernels").setLevel(logging.ERROR)  # it lists the hooks left alone
     kernels.kernelize(model, mode=Mode.TRAINING, device=device)
-    compare_steps("experts, norms and rotary", step(), expected, expected_grads)
+    compare_steps("experts, attention, norms and rotary", step(), expected, expected_grads)
 
 
 def compare_steps(what: str, step: tuple, expected, expected_grads: dict) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tpu_kernels.kernels.flash_attention.ops import flash_attention
+from tpu_kernels.kernels.flash_attention.packed import flash_attention_packed
 from tpu_kernels.kernels.moe_experts.ops import moe_experts
 from tpu_kernels.kernels.ragged_dot.ops import ragged_dot
 from tpu_kernels.kernels.rotary.ops import apply_rotary
@@ -38,7 +40,18 @@ def gradient_of_a_table() -> None:
     apply_rotary(q, None, cos, cos)
 
 
+def dropout() -> None:
+    q = torch.randn(1, 4, 2, 16)
+    flash_attention(q, q, q, dropout_p=0.1)
+
+
+def packed_dropout() -> None:
+    q, cu = torch.randn(4, 2, 16), torch.tensor([0, 4])
+    flash_attention_packed(q, q, q, cu, cu, 4, 4, dropout_p=0.1)
+
+
 REFUSED = {
+    "dropout": [dropout, packed_dropout],
     "gradients of cos and sin": [gradient_of_a_table],
     "second-order gradients": [second_order],
     "quantised weights (`rhs_scale`, `gate_up_scale`)": [quantised_ragged_dot, quantised_experts],
