@@ -94,6 +94,44 @@ def moe_experts(
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
     )
+    _check_shapes(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        gate_up_proj,
+        down_proj,
+        gate_up_bias,
+        down_bias,
+        transposed,
+        has_gate,
+    )
+    num_experts = _check_num_experts(num_experts, gate_up_proj.shape[0], top_k_index)
+    return _moe_experts(
+        hidden_states,
+        top_k_index.to(torch.int32),
+        top_k_weights,
+        gate_up_proj,
+        down_proj,
+        gate_up_bias,
+        down_bias,
+        activation,
+        transposed,
+        has_gate,
+        num_experts,
+    )
+
+
+def _check_shapes(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    transposed: bool,
+    has_gate: bool,
+) -> None:
     t, h = hidden_states.shape
     checks.require_shape("top_k_index", top_k_index, (t, top_k_index.shape[1]), "[t, topk]")
     checks.require_shape("top_k_weights", top_k_weights, top_k_index.shape, "[t, topk]")
@@ -110,20 +148,6 @@ def moe_experts(
         checks.require_shape("gate_up_bias", gate_up_bias, (e, width), f"[e, {rows}]")
     if down_bias is not None:
         checks.require_shape("down_bias", down_bias, (e, h), "[e, h]")
-    num_experts = _check_num_experts(num_experts, e, top_k_index)
-    return _moe_experts(
-        hidden_states,
-        top_k_index.to(torch.int32),
-        top_k_weights,
-        gate_up_proj,
-        down_proj,
-        gate_up_bias,
-        down_bias,
-        activation,
-        transposed,
-        has_gate,
-        num_experts,
-    )
 
 
 def _check_num_experts(num_experts: int | None, e: int, top_k_index: torch.Tensor) -> int:
