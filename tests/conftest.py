@@ -31,3 +31,7 @@ for folder in ("scripts", "bench", "tests"):
     sys.path.insert(0, str(ROOT / folder))
 
 import tree  # noqa: E402, F401  (makes the working tree importable as `tpu_kernels`)
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("fixed")
