@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import tree  # noqa: F401  (makes tpu_kernels importable)
 from jax.experimental import topologies
 from tpu_kernels.tpu_runtime import CHIPS
 from tpu_kernels.tpu_runtime.bridge import lowering_for
