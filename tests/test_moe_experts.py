@@ -296,3 +296,48 @@ def test_bad_input_is_named(changes: dict, error: type[Exception], message: str)
     }
     with pytest.raises(error, match=message):
         moe_experts(**(arguments | changes))
+
+
+def run_gathered(case: ExpertsCase, inputs: dict) -> torch.Tensor:
+    """The kernel that gathers each expert's rows, which `choose` takes for many tokens only."""
+    from tpu_kernels.kernels.moe_experts import kernel, tiling
+
+    activation, transposed, has_gate, num_experts = options(case)
+    plan = tiling.Plan("gather", case.i, case.h, 1, 1, has_gate, 32, 16, 16)
+
+    def fused(*arrays, chip, interpret):
+        return kernel.moe_experts_fused(
+            *arrays,
+            activation=activation,
+            transposed=transposed,
+            has_gate=has_gate,
+            num_experts=num_experts,
+            plan=plan,
+            chip=chip,
+            interpret=interpret,
+        )
+
+    return run_kernel(fused, *(inputs[name] for name in NAMES))
+
+
+GATHERED = [
+    ExpertsCase("gathered", "prefill", 45, 4, 256, 128, 2, num_routed=6),
+    ExpertsCase("gathered_bias", "prefill", 45, 4, 256, 128, 2, "gelu_tanh", bias=True),
+    ExpertsCase("gathered_transposed", "prefill", 40, 4, 256, 128, 2, transposed=True),
+]
+
+
+@pytest.mark.parametrize("case", GATHERED, ids=ids(GATHERED))
+def test_gathered_rows_equal_float64(case: ExpertsCase) -> None:
+    inputs = experts_inputs(case)
+    right, _ = exact(case, inputs, torch.zeros(case.t, case.h))
+    assert_close(run_gathered(case, inputs), right, torch.bfloat16, "output", kernel=True)
+
+
+def test_gathered_rows_of_a_token_that_lists_an_expert_twice() -> None:
+    case = ExpertsCase("twice", "routing", 40, 3, 256, 128, 3)
+    inputs = experts_inputs(case)
+    inputs["top_k_index"][:] = 1
+    inputs["top_k_index"][20:, 1] = 2
+    right, _ = exact(case, inputs, torch.zeros(case.t, case.h))
+    assert_close(run_gathered(case, inputs), right, torch.bfloat16, "output", kernel=True)
