@@ -5,7 +5,6 @@ Fresh memory is NaN there, and races fail the test. Everything is compared with 
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
@@ -18,8 +17,6 @@ from tpu_kernels.kernels.flash_attention.packed import flash_attention_packed
 from tpu_kernels.kernels.flash_attention.transformers import flash_attn_forward
 
 INF = math.inf
-BACKWARD = importlib.util.find_spec("tpu_kernels.kernels.flash_attention.kernel_bwd")
-needs_backward = pytest.mark.skipif(BACKWARD is None, reason="there is no backward kernel yet")
 
 
 @pytest.fixture(autouse=True)
@@ -195,21 +192,18 @@ def check_gradients(
     return found
 
 
-@needs_backward
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_gradients_of_everything_at_once(interpreted, heads_first):
     arrays = make(2, 33, 4, 32), make(2, 70, 2, 32), make(2, 70, 2, 16)
     check_gradients(interpreted, *arrays, heads_first=heads_first, **EVERYTHING)
 
 
-@needs_backward
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_of_each_dtype(interpreted, dtype):
     arrays = (make(1, 24, h, 32, dtype=dtype) for h in (4, 2, 2))
     check_gradients(interpreted, *arrays, causal=True)
 
 
-@needs_backward
 def test_row_without_visible_key_has_no_gradient(interpreted):  # FA12
     q, k, v = (make(1, 4, 2, 16, seed=s) for s in range(3))
     ids = {
@@ -224,7 +218,6 @@ def test_row_without_visible_key_has_no_gradient(interpreted):  # FA12
     assert found[0][0, 3].eq(0).all()
 
 
-@needs_backward
 def test_nan_in_hidden_keys_reaches_no_gradient(interpreted):
     q, k, v = make(2, 9, 4, 32), make(2, 40, 2, 32), make(2, 40, 2, 32, seed=1)
     lengths = torch.tensor([20, 40])
@@ -233,7 +226,6 @@ def test_nan_in_hidden_keys_reaches_no_gradient(interpreted):
     assert found[1][0, 20:].eq(0).all() and found[2][0, 20:].eq(0).all()
 
 
-@needs_backward
 def test_gradients_that_are_not_needed(interpreted):
     q, k, v = make(1, 6, 4, 16), make(1, 9, 2, 16), make(1, 9, 2, 16)
     out, lse = flash_attention(q, k, v, sinks=make(4), return_lse=True)
@@ -247,7 +239,6 @@ def test_gradients_that_are_not_needed(interpreted):
             assert x.shape == (shape if needed else (0,))
 
 
-@needs_backward
 def test_gradients_of_packed_sequences(interpreted):  # FA17
     q, k, v = make(20, 4, 16), make(30, 2, 16), make(30, 2, 16, seed=1)
     ends_q, ends_k = [0, 0, 3, 3, 17], [0, 2, 4, 6, 26]

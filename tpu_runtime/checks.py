@@ -60,6 +60,14 @@ def require_int(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a Python int, got {_describe(value)}")
 
 
+def require_number(name: str, value: Any) -> float:
+    """The Python number `value`, also while it is traced symbolically, as a float."""
+    is_number = isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt)
+    if not is_number or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a Python number, got {_describe(value)}")
+    return float(value)
+
+
 def require_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {_describe(value)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 import torch
@@ -51,23 +50,15 @@ def check_options(
     checks.require_bool("causal", causal)
     if softmax_scale is None:
         softmax_scale = 1 / math.sqrt(int(head_size))
-    softmax_scale = _number("softmax_scale", softmax_scale)
-    softcap = 0.0 if softcap is None else _number("softcap", softcap)
+    softmax_scale = checks.require_number("softmax_scale", softmax_scale)
+    softcap = 0.0 if softcap is None else checks.require_number("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap: expected 0 or None (off) or a positive number, got {softcap}")
-    if _number("dropout_p", dropout_p) != 0:
+    if checks.require_number("dropout_p", dropout_p) != 0:
         raise NotImplementedError(
             f"dropout_p: attention dropout is not supported, expected 0, got {dropout_p}"
         )
     return causal, *_window(window_size), softmax_scale, softcap
-
-
-def _number(name: str, value: Any) -> float:
-    is_number = isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt)
-    if not is_number or isinstance(value, bool):
-        got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-        raise TypeError(f"{name}: expected a Python number, got {got}")
-    return float(value)
 
 
 def _window(window_size: Any) -> tuple[int, int]:

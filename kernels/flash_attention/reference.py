@@ -7,10 +7,8 @@ away, never multiplied by zero: a NaN there reaches neither outputs nor gradient
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -57,17 +55,6 @@ class Masking:
             heads = (1, 1) if self.mask.shape[1] == 1 else (hkv, -1)
             seen = seen & rows.unflatten(1, heads)
         return seen
-
-
-def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.autocast reaches into custom ops, and would multiply in bfloat16 here."""
-
-    @functools.wraps(function)
-    def run(first: torch.Tensor, *args: Any) -> Any:
-        with torch.autocast(first.device.type, enabled=False):
-            return function(first, *args)
-
-    return run
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -147,7 +134,6 @@ def _softmax(
     return Softmax((p / total).masked_fill(~visible, 0), p_sink, lse, slope)
 
 
-@_without_autocast
 def flash_attention(
     q: torch.Tensor,  # [b, sq, hq, d], [b, hq, sq, d] if heads_first
     k: torch.Tensor,  # [b, sk, hkv, d], [b, hkv, sk, d]
@@ -191,7 +177,6 @@ def flash_attention(
     return _ungrouped(out, False, q.dtype), lse[..., 0].flatten(1, 2).float()
 
 
-@_without_autocast
 def flash_attention_backward(
     grad_out: torch.Tensor,  # [b, sq, hq, dv]
     q: torch.Tensor,

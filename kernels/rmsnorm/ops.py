@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import torch
@@ -102,10 +101,7 @@ def _check(
     eps: Any, offset: Any, casting: Any, weight: torch.Tensor | None, **rows: torch.Tensor
 ) -> None:
     for name, value in (("eps", eps), ("offset", offset)):
-        is_number = isinstance(value, (numbers.Real, torch.SymFloat))
-        if not is_number or isinstance(value, (bool, torch.Tensor)):
-            got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            raise TypeError(f"{name}: expected a Python number, got {got}")
+        checks.require_number(name, value)
     checks.require_choice("casting", casting, CASTINGS)
     shape = None
     for name, tensor in rows.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ def qk_norm_rotary(
     head_axis = _check_layout(q, k, unsqueeze_dim)
     checks.require_bool("interleaved", interleaved)
     checks.require_choice("casting", casting, CASTINGS)
-    eps, offset = _number("eps", eps), _number("offset", offset)
+    eps, offset = checks.require_number("eps", eps), checks.require_number("offset", offset)
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         if weight is None:
             continue
@@ -144,13 +143,6 @@ def qk_norm_rotary(
         half_width,
     )
     return out_q, None if k is None else out_k
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-        raise TypeError(f"{name}: expected a Python number, got {got}")
-    return float(value)
 
 
 def _check_layout(q: Any, k: Any, unsqueeze_dim: Any) -> int:
