@@ -3,7 +3,7 @@
 Importing it imports neither JAX nor torch_tpu, opens no device and changes no configuration.
 """
 
-from .chips import CHIPS, LANES, MIB, SUBLANES, Chip
+from .chips import CHIPS, LANES, MIB, SUBLANES, Chip, round_up
 from .define import define_op, differentiable
 from .device import current_chip, is_tpu_available
 from .errors import (
@@ -31,4 +31,5 @@ __all__ = [
     "define_op",
     "differentiable",
     "is_tpu_available",
+    "round_up",
 ]

@@ -79,3 +79,8 @@ CHIPS: dict[str, Chip] = {
         ),
     )
 }
+
+
+def round_up(size, multiple: int):
+    """The least multiple of `multiple` that is not below `size`; also of traced sizes."""
+    return (size + multiple - 1) // multiple * multiple

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...tpu_runtime import LANES, SUBLANES, Chip
+from ...tpu_runtime import LANES, SUBLANES, Chip, round_up
 from . import tiling
 from .stream_decode import DecodePlan, run_entry
-from .tiling import DecodeTiles, round_up
+from .tiling import DecodeTiles
 
 _LN2 = math.log(2.0)
 

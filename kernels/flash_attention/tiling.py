@@ -6,16 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ...tpu_runtime import LANES, MIB, SUBLANES, Chip
+from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
 CHUNK = 256  # rows and keys of one step of the general masked body
 DECODE_MAX_SQ = 16  # queries of the decode kernel
 DECODE_IO_BYTES = 4 * MIB  # one block of q, out and lse of the decode kernel
 DECODE_MAX_ROWS = 512  # queries times query heads of the decode kernel
-
-
-def round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
 
 
 def storage(num_heads: int, head_size: int) -> str:

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...tpu_runtime import LANES, SUBLANES
+from ...tpu_runtime import LANES, SUBLANES, round_up
 from .rows import Rows
-from .tiling import X_SLOTS, key_bits, max_visits, round_up, row_sublanes
+from .tiling import X_SLOTS, key_bits, max_visits, row_sublanes
 from .weights import Layer, Stream
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...tpu_runtime import LANES, MIB, SUBLANES, Chip
+from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
 TILE_BYTES = 2 * MIB  # of one weight tile: enough for full bandwidth, soon there
 RING_BYTES = 24 * MIB  # of both rings, when a whole expert does not fit
@@ -89,10 +89,6 @@ class _Shape:
         # Static estimates: a 128-wide MXU is the bound, a 256-wide one waits for the vector units.
         slack = 1.5 if self.chip.mxu_size > 128 else 1.1
         return experts * max(read, slack * flops / self.chip.bf16_flops)
-
-
-def round_up(size: int, multiple: int) -> int:
-    return (size + multiple - 1) // multiple * multiple
 
 
 def row_sublanes(h: int, itemsize: int) -> int:

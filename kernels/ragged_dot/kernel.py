@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...tpu_runtime import LANES, SUBLANES, Chip
+from ...tpu_runtime import LANES, SUBLANES, Chip, round_up
 from . import groups, tiling
-from .tiling import PACKED_ROWS, Tiles, round_up
+from .tiling import PACKED_ROWS, Tiles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...tpu_runtime import LANES, SUBLANES, Chip
+from ...tpu_runtime import LANES, SUBLANES, Chip, round_up
 from . import groups, tiling_bwd
-from .tiling_bwd import MASK_ROWS, WeightGradTiles, ceil_div, round_up
+from .tiling_bwd import MASK_ROWS, WeightGradTiles, ceil_div
 
 _DTYPE_NAMES = {"bfloat16": "bf16", "float32": "f32"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...tpu_runtime import LANES, MIB, SUBLANES, Chip
+from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 PACKED_ROWS = 16  # rows of a bf16 register, the fewest a dot works on
@@ -14,10 +14,6 @@ WEIGHT_TILE_BYTES = 2 * MIB  # long enough to hide a DMA's start, short enough t
 MAX_WEIGHT_TILE_BYTES = 4 * MIB
 FEW_ROWS = 512  # so few rows need no long dots
 MAX_DOT_MATMULS = 2048  # MXU instructions of one dot, about 4 bundles each
-
-
-def round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ...tpu_runtime import LANES, Chip
+from ...tpu_runtime import LANES, Chip, round_up
 
 MASK_ROWS = 16  # rows masked at a time: one tile of the narrowest dtype, bf16
 MAX_BUCKETS = 5  # each is a compiled body
@@ -28,10 +28,6 @@ MANY_VISITS_SHARE = 0.25  # of groups, when the mean group is one visit
 
 def ceil_div(x, y: int):
     return (x + y - 1) // y
-
-
-def round_up(x, y: int):
-    return ceil_div(x, y) * y
 
 
 @dataclass(frozen=True)

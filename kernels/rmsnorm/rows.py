@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ...tpu_runtime import LANES
-from .tiling import UNROLLED_LANES, Tiles, round_up
+from ...tpu_runtime import LANES, round_up
+from .tiling import UNROLLED_LANES, Tiles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...tpu_runtime import LANES, MIB, Chip
+from ...tpu_runtime import LANES, MIB, Chip, round_up
 
 ROW_ALIGN = 16  # rows of a bfloat16 vector register
 MIN_ROWS = 8  # row tile of arrays in HBM, bfloat16 too
@@ -15,10 +15,6 @@ UNROLLED_LANES = 8192  # more lanes than this are walked in a loop
 VECTOR_BYTES = 8  # in VMEM per column of a [1, d] operand: two float32 buffers
 FIRST_STEP_BYTES = 64 * 1024
 MAX_TILE_BYTES = 2 * MIB
-
-
-def round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
 
 
 @dataclass(frozen=True)

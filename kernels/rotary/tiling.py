@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...tpu_runtime import LANES, MIB, SUBLANES, Chip
+from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
 STEP_BYTES = 3 * MIB // 2  # of q and k together, read in one grid step: long DMAs, short ramp
 TILE_ELEMENTS = 128 * LANES  # of one head at a time: 16 float32 registers
 MAX_UNROLL = 8  # tiles in flight on sublanes, where a tile is small; half of it on lanes
-
-
-def round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
 
 
 @dataclass(frozen=True)
