@@ -78,26 +78,31 @@ class Launch:
             for ref, table in zip(prepared, tables, strict=True):
                 ref[...] = table
 
-    def for_each_tile(self, i: int, body: Callable[[Any, Any], None]) -> None:
-        """body(index of a tile in the block of operand i, its rows in the prepared tables)."""
+    def for_each_tile(
+        self, i: int, body: Callable[[Any, Any], None], most: int | None = None
+    ) -> None:
+        """body(index of a tile in the block of operand i, its rows in the prepared tables).
+
+        most: how many tiles may be in flight.
+        """
 
         def walk():
             seq, span, heads = self.tiles.seq, self.tiles.span, self.tiles.heads[i]
             if self.operands[i].is_head_minor:  # tiles [heads, d], one for every position
 
-                @pl.loop(0, seq, unroll=tiling.unroll(seq, tiling.MAX_UNROLL))
+                @pl.loop(0, seq, unroll=tiling.unroll(seq, most or tiling.MAX_UNROLL))
                 def _(row):
                     body((row,), pl.ds(row, 1))
 
                 return
 
-            most = tiling.MAX_UNROLL // (2 if self.family is lanes else 1)
+            in_flight = most or tiling.MAX_UNROLL // (2 if self.family is lanes else 1)
 
             @pl.loop(0, seq // span)
             def _(step):  # tiles [span, d] or [d, span], one for every head
                 at = pl.ds(pl.multiple_of(step * span, span), span)
 
-                @pl.loop(0, heads, unroll=tiling.unroll(heads, most))
+                @pl.loop(0, heads, unroll=tiling.unroll(heads, in_flight))
                 def _(head):
                     body((head, at), at)
 
@@ -141,7 +146,6 @@ def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
 
 def _forward_kernel(cos_ref, sin_ref, *refs, launch: Launch):
     """See `rotary`. refs: per operand x and perhaps its weight; outputs; prepared tables."""
-    family, rotation, norm = launch.family, launch.rotation, launch.norm
     remaining = iter(refs)
     inputs = [
         (next(remaining), next(remaining) if op.has_weight else None) for op in launch.operands
@@ -149,20 +153,41 @@ def _forward_kernel(cos_ref, sin_ref, *refs, launch: Launch):
     outputs = [next(remaining) for _ in launch.operands]
     tables = list(remaining)
     launch.prepare_tables(cos_ref, sin_ref, tables)
-    for i, (operand, (x_ref, weight_ref)) in enumerate(zip(launch.operands, inputs, strict=True)):
+    for i, (x_ref, weight_ref) in enumerate(inputs):
+        _rotate_operand(launch, i, x_ref, weight_ref, outputs[i], tables)
 
-        def rotate_tile(index, at, i=i, operand=operand, x_ref=x_ref, weight_ref=weight_ref):
-            parts = family.load(x_ref, index, rotation)
-            if norm is not None:
-                weights = None
-                if weight_ref is not None:
-                    weights = family.load_weight(weight_ref, rotation, launch.tiles.span)
-                parts = norms.forward(parts, weights, norm, operand, family.FEATURES)
-            rotated = family.rotate(parts, family.load_tables(tables, at), rotation)
-            out = family.complete(rotated, parts, operand.out_dtype, rotation)
-            family.store(outputs[i], index, out, rotation)
 
-        launch.for_each_tile(i, rotate_tile)
+def _rotate_operand(launch: Launch, i: int, x_ref, weight_ref, out_ref, tables) -> None:
+    """Norms and rotates the block of operand i."""
+    family, rotation, norm = launch.family, launch.rotation, launch.norm
+    operand = launch.operands[i]
+
+    def normed(index):
+        parts = family.load(x_ref, index, rotation)
+        if norm is None:
+            return parts
+        weights = None
+        if weight_ref is not None:
+            weights = family.load_weight(weight_ref, rotation, launch.tiles.span)
+        return norms.forward(parts, weights, norm, operand, family.FEATURES)
+
+    def rotate(parts, index, at):
+        rotated = family.rotate(parts, family.load_tables(tables, at), rotation)
+        out = family.complete(rotated, parts, operand.out_dtype, rotation)
+        family.store(out_ref, index, out, rotation)
+
+    if norm is None or not operand.keeps_norm or family is not lanes:
+        launch.for_each_tile(i, lambda index, at: rotate(normed(index), index, at))
+        return
+    # Two passes: sums and rotations both wait long for the cross-lane unit, and only without each
+    # other do the tiles that must be in flight to hide it fit into the registers.
+    most = tiling.NORM_UNROLL
+    launch.for_each_tile(
+        i, lambda index, _: family.store(out_ref, index, normed(index), rotation), most
+    )
+    launch.for_each_tile(
+        i, lambda index, at: rotate(family.load(out_ref, index, rotation), index, at), most
+    )
 
 
 def rotary(
@@ -188,7 +213,7 @@ def rotary(
     Floor: q and k read and written once. Static estimate, bfloat16, v5e / v6e, times the floor:
     rotary of q (1, 32, 4096, 128) and k (1, 8, 4096, 128) 1.01 / 1.03, in [b, s, h, d]
     1.01 / 1.04, interleaved (1, 24, 4429, 64) 1.03 / 1.09, all bound by HBM; with the norm
-    1.04 / 1.26, bound by the cross-lane unit (sums, then rotations of the rounded result).
+    1.05 / 1.07, where the results of the cross-lane unit, one per cycle, take nearly as long.
     """
     args, specs = (
         [cos, sin],

@@ -231,6 +231,7 @@ class _Job:
             self.on_lanes,
             arrays,
             chip,
+            tiling.STEP_BYTES if norm is None else tiling.NORM_STEP_BYTES,
         )
         shared = self.tables[0].shape[0]
         return Launch(

@@ -51,6 +51,9 @@ def forward(parts: Parts, weights: Parts | None, norm: Norm, operand: Operand, a
     xhat = tuple(round_to(x, operand.rounding) for x in xhat)
     if weights is None:
         return xhat
+    if operand.rounding == operand.norm_rounding == "bfloat16":  # so the weight is bfloat16 too
+        # One rounding of the exact product, as in float32, but two rows per register.
+        return tuple(x * weight.astype(x.dtype) for x, weight in zip(xhat, weights, strict=True))
     return tuple(
         round_to(x.astype(jnp.float32) * weight, operand.norm_rounding)
         for x, weight in zip(xhat, weights, strict=True)

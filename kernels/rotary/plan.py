@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -47,6 +49,11 @@ class Operand:
     has_weight: bool = False
     wants_input: bool = True  # backward of the norm: gradient of the input
     wants_weight: bool = False  # backward of the norm: gradient of the weight
+
+    @property
+    def keeps_norm(self) -> bool:
+        """Whether the output's array holds the norm's result as it is."""
+        return jnp.dtype(self.out_dtype).name == self.norm_rounding
 
     @property
     def is_head_minor(self) -> bool:

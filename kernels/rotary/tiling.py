@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
 STEP_BYTES = 3 * MIB // 2  # of q and k together, read in one grid step: long DMAs, short ramp
+NORM_STEP_BYTES = 3 * MIB  # with a norm: fewer steps, whose DMAs cost scalar time it does not have
 TILE_ELEMENTS = 128 * LANES  # of one head at a time: 16 float32 registers
 MAX_UNROLL = 8  # tiles in flight on sublanes, where a tile is small; half of it on lanes
+NORM_UNROLL = 32  # where one pass norms and one rotates: both wait for lanes to move
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,14 @@ def choose(
     on_lanes: bool,
     arrays: int,
     chip: Chip,
+    step_bytes: int = STEP_BYTES,
 ) -> Tiles:
     """`arrays`: how many blocks of each operand's size a grid step holds (inputs and outputs)."""
     width = round_up(d, LANES) if on_lanes else round_up(d, 2 * SUBLANES)
     seq = s
     if s > LANES:
         position = sum(h * width * size for h, size in zip(heads, itemsizes, strict=True))
-        wanted = max(LANES, STEP_BYTES // position // LANES * LANES)
+        wanted = max(LANES, step_bytes // position // LANES * LANES)
         seq = min(wanted, 4 * LANES, s // LANES * LANES)
     budget = chip.vmem_bytes * 6 // 10
     for blocks in range(1, max(heads) + 1):
