@@ -2,17 +2,22 @@
 #
 #   make quickstart   build ragged-dot-tpu, load it with get_kernel, run a Qwen3-MoE on it
 #   make test         lint and every test that CI runs        make test-all   heavy sweeps too
+#   make bench        on a TPU VM: microbenchmarks; ARGS="R1" or "rms_norm --rows 8192 --d 4096 --chip v6e": static
+#   make report       docs/report/ and the tables of README.md from bench/results/
+#   make bench-refresh  estimates every case again (what changed), then the report
 #   make build        build the Hub variants into build/      make format     ruff, in place
+#   make publish      what ARGS="--org ORG" would upload; ARGS="--org ORG --execute" uploads it
 #
 # On a TPU VM take the CPU build of torch: make quickstart PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 VENV ?= .venv
 PIP_ARGS ?=
+ARGS ?=
 RUN = TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV)/bin/python
 PYTEST = -m pytest -n 2 --dist loadgroup
 STAMP = $(VENV)/.installed
 
-.PHONY: quickstart test test-all build format lint clean
+.PHONY: quickstart test test-all bench report bench-refresh build publish format lint clean
 
 quickstart: $(STAMP)
 	$(VENV)/bin/python scripts/quickstart.py
@@ -23,8 +28,26 @@ test: $(STAMP) lint
 test-all: $(STAMP) lint
 	$(RUN) $(PYTEST)
 
+bench: $(STAMP)
+ifeq ($(strip $(ARGS)),)
+	$(VENV)/bin/python -W ignore -m bench.device
+else
+	$(RUN) -W ignore -m bench.static $(ARGS)
+endif
+
+report: $(STAMP)
+	$(RUN) -W ignore -m bench.report
+
+bench-refresh: $(STAMP)
+	$(RUN) -W ignore -m bench.static --refresh
+	$(RUN) -W ignore -m bench.gate --refresh
+	$(RUN) -W ignore -m bench.report
+
 build: $(STAMP)
 	$(RUN) scripts/build.py
+
+publish: build
+	$(RUN) scripts/publish.py $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

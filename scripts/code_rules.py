@@ -123,8 +123,47 @@ def check_code(
             eager.add(path)
             queue += runs.get(path, ())
     problems += [problem for path, problem in if_eager if path in eager]
-    has_layers = bool(files & {"layers.py", "layers/__init__.py"})
-    return problems + check_public_names(code["__init__.py"][0], parsed["__init__.py"], has_layers)
+    layers = sorted(files & {"layers.py", "layers/__init__.py"})
+    for path in layers:
+        problems += check_layers(code[path][0], parsed[path])
+    return problems + check_public_names(
+        code["__init__.py"][0], parsed["__init__.py"], bool(layers)
+    )
+
+
+def check_layers(shown: str, module: ast.Module) -> list[str]:
+    """Layers must be pure: `kernelize` puts their forward into modules that others constructed.
+
+    The Hub library refuses a layer with a constructor or any member but forward and two flags when
+    a user maps it (`kernels.layer.layer._validate_layer`); here it is refused before it ships.
+    """
+    problems = []
+    for node in module.body:
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+            continue
+        where = f"{shown}:{node.lineno}: layer {node.name}"
+        bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
+        if bases != {"Module"}:
+            problems.append(f"{where} must derive from torch.nn.Module alone")
+        members = [name for part in node.body for name in _members(part)]
+        if "forward" not in members:
+            problems.append(f"{where} has no forward")
+        extra = sorted(set(members) - {"forward", "has_backward", "can_torch_compile"})
+        problems += [f"{where} must be pure, but has {name}" for name in extra]
+    return problems
+
+
+def _members(node: ast.stmt) -> list[str]:
+    """Names that a statement in a class body binds; annotations and docstrings bind none."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        stored = (n for n in ast.walk(node) if isinstance(getattr(n, "ctx", None), ast.Store))
+        return [ast.unparse(name) for name in stored]
+    if isinstance(node, ast.AnnAssign):
+        return [ast.unparse(node.target)] if node.value else []
+    is_inert = isinstance(node, ast.Pass) or isinstance(getattr(node, "value", None), ast.Constant)
+    return [] if is_inert else [f"`{ast.unparse(node)}`"]
 
 
 def check_public_names(shown: str, module: ast.Module, has_layers: bool) -> list[str]:
