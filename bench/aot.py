@@ -27,11 +27,17 @@ def _device(chip_name: str) -> Any:
     return topology.devices[0]
 
 
-def compile_for(fn: Callable[..., Any], args: Any, chip_name: str) -> Any:
-    """The executable of fn(*args) for one TPU device; args: anything with shape and dtype."""
+def trace_and_compile(fn: Callable[..., Any], args: Any, chip_name: str) -> tuple[Any, Any]:
+    """What jit traced and the executable of fn(*args), for one TPU device."""
     sharding = jax.sharding.SingleDeviceSharding(_device(chip_name))
     specs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args)
     )
     with lowering_for(CHIPS[chip_name]):
-        return jax.jit(fn).trace(*specs).lower().compile()
+        traced = jax.jit(fn).trace(*specs)
+        return traced, traced.lower().compile()
+
+
+def compile_for(fn: Callable[..., Any], args: Any, chip_name: str) -> Any:
+    """The executable of fn(*args) for one TPU device; args: anything with shape and dtype."""
+    return trace_and_compile(fn, args, chip_name)[1]

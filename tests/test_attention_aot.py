@@ -33,7 +33,7 @@ def compile_dense(
     softcap: float = 0.0,
     heads_first: bool = False,
     **tensors: jax.ShapeDtypeStruct,
-) -> None:
+):
     names = ("sinks", "q_segment_ids", "kv_segment_ids", "mask", "kv_lengths")
 
     def call(q, k, v, tensors):
@@ -50,7 +50,7 @@ def compile_dense(
             chip=CHIPS[chip_name],
         )
 
-    compile_for(call, (*arrays, tensors), chip_name)
+    return compile_for(call, (*arrays, tensors), chip_name)
 
 
 CASES = {
@@ -134,7 +134,32 @@ def test_heads_first_with_a_static_cache(sq, chip_name):
         for x in qkv(4, 32, 8, sq, 2048, 128, 128)
     )
     tensors = {"kv_lengths": array(4, dtype="int32")}
-    compile_dense(chip_name, arrays, heads_first=True, **tensors)
+    compiled = compile_dense(chip_name, arrays, heads_first=True, **tensors)
+    if sq == 1:  # the cache is read where it lies
+        assert compiled.memory_analysis().temp_size_in_bytes < arrays[1].size
+
+
+@pytest.mark.parametrize(
+    "chip_name", ["v6e", *(pytest.param(x, marks=SLOW) for x in ("v5e", "v5p", "v7x"))]
+)
+@pytest.mark.parametrize("heads", [(64, 8), pytest.param((20, 4), marks=SLOW)])
+def test_narrow_window_with_sinks(heads, chip_name):
+    hq, hkv = heads
+    arrays = qkv(2, hq, hkv, 1000, 1100, 64, 64)
+    tensors = {"sinks": array(hq, dtype="float32"), "kv_lengths": array(2, dtype="int32")}
+    compile_dense(chip_name, arrays, window=(127, 0), **tensors)
+
+
+@pytest.mark.parametrize(
+    "chip_name", ["v5e", *(pytest.param(x, marks=SLOW) for x in ("v6e", "v5p", "v7x"))]
+)
+@pytest.mark.parametrize(
+    ("d", "window"), [(128, (-1, -1)), pytest.param(256, (1023, 0), marks=SLOW)]
+)
+def test_documents_and_medium_windows(d, window, chip_name):
+    ids = array(1, 2000, dtype="int32")
+    tensors = {} if window[0] >= 0 else {"q_segment_ids": ids, "kv_segment_ids": ids}
+    compile_dense(chip_name, qkv(1, 32, 8, 2000, 2000, d, d), window=window, **tensors)
 
 
 @pytest.mark.parametrize("chip_name", ["v5e", pytest.param("v6e", marks=SLOW)])

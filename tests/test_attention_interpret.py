@@ -58,6 +58,17 @@ def test_causal_mask_is_aligned_to_the_last_key_and_has_an_effect():  # FA01, FA
     assert not torch.allclose(out, check(torch.zeros(1, 2, 1, 4), k, v))
 
 
+@pytest.mark.parametrize(("b", "sq"), [(1, 1), (3, 1), (3, 40)])
+def test_two_cores_share_a_call_of_any_size(interpreted, b, sq):
+    for hkv in (1, 2) if sq == 1 else (2,):
+        q, k, v = make(b, sq, 4, 32), make(b, 40, hkv, 32), make(b, 40, hkv, 32, seed=1)
+        check(q, k, v, causal=True)
+        out, lse = run_kernel(lowering.flash_attention, *interpreted[-1], chip="v5p")
+        expected, expected_lse = oracle(q, k, v, causal=True)
+        torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-5, atol=2e-5)
+
+
 def test_single_token_decode_sees_every_key():  # FA03
     q = make(1, 1, 8, 128, dtype=torch.bfloat16)
     k, v = (make(1, 300, 2, 128, dtype=torch.bfloat16, seed=s) for s in (1, 2))
@@ -163,6 +174,91 @@ def test_prefill_and_decode_of_a_static_cache(sq, sk):
     mask = torch.arange(sq)[:, None] >= torch.arange(sk) if sq > 1 else None
     wanted, _ = oracle(*(x.transpose(1, 2) for x in (q, k, v)), mask=mask)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sq", "sk", "d", "dv", "options"),
+    [
+        (300, 300, 64, 64, {"window_size": (127, 0), "sinks": torch.tensor([0.3, -INF, 1, 2])}),
+        (150, 270, 32, 48, {"window_size": (20, 70), "kv_lengths": torch.tensor([201])}),
+        pytest.param(270, 150, 32, 32, {"window_size": (9, 9), "softcap": 2.0}, marks=SLOW),
+    ],
+)
+def test_narrow_window_of_narrow_heads(sq, sk, d, dv, options):
+    check(make(1, sq, 4, d), make(1, sk, 2, d), make(1, sk, 2, dv), **options)
+
+
+def test_nan_in_a_narrow_window_reaches_those_who_see_it():
+    q, k, v = make(1, 300, 4, 64), make(1, 300, 2, 64), make(1, 300, 2, 64, seed=1)
+    clean = flash_attention(q, k, v, causal=True, window_size=(99, 0))
+    k[:, 40:45], v[:, 150] = math.nan, INF
+    out = flash_attention(q, k, v, causal=True, window_size=(99, 0))
+    row = torch.arange(300)
+    sees = (row >= 40) & (row < 144) | (row >= 150) & (row < 250)
+    torch.testing.assert_close(out[:, ~sees], clean[:, ~sees])
+    assert not out[:, sees].isfinite().all(-1).any()
+
+
+def documents(*lengths: int) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "d", "dtype"),
+    [
+        ([100, 230, 50, 260], (2, 1), 64, torch.float32),  # borders in strips and in blocks
+        pytest.param([300, 350], (16, 8), 128, torch.bfloat16, marks=SLOW),  # heads in two parts
+    ],
+)
+def test_documents_of_any_length(lengths, heads, d, dtype):  # FA15
+    s, (hq, hkv), ids = sum(lengths), heads, documents(*lengths)
+    q, k, v = (make(1, s, h, d, dtype=dtype, seed=i) for i, h in enumerate((hq, hkv, hkv)))
+    check(q, k, v, causal=True, q_segment_ids=ids, kv_segment_ids=ids)
+
+
+def test_nan_in_another_document_reaches_nothing():
+    ids = documents(100, 90, 130)
+    q, k, v = (make(1, 320, h, 32, seed=h) for h in (2, 1, 1))
+    k[:, 100:190], v[:, 100:190] = math.nan, math.nan
+    ids_q = ids.clone()
+    ids_q[ids == 1] = 7  # nobody sees the document in between
+    out = check(q, k, v, causal=True, q_segment_ids=ids_q, kv_segment_ids=ids)
+    assert out[:, 100:190].eq(0).all()
+
+
+def test_logits_far_from_the_first_keys():
+    """The guess of the maximum fails, so tiles are done again with a running one."""
+    q, k, v = make(1, 300, 2, 64), make(1, 300, 1, 64), make(1, 300, 1, 64, seed=1)
+    k[:, 130:] *= 30
+    ids = documents(128, 172) // 2  # one document
+    for masks in ({}, {"q_segment_ids": ids, "kv_segment_ids": ids}):
+        out = flash_attention(q, k, v, softmax_scale=0.3, causal=True, **masks)
+        wanted, _ = oracle(q, k, v, softmax_scale=0.3, causal=True, **masks)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_medium_window():
+    q, k, v = (make(1, 700, h, 128, dtype=torch.bfloat16, seed=h) for h in (16, 8, 8))
+    check(q, k, v, causal=True, window_size=(529, 0))
+
+
+@pytest.mark.parametrize(
+    ("sq", "dtype"), [(1, torch.float32), pytest.param(3, torch.bfloat16, marks=SLOW)]
+)
+def test_decode_of_a_cache_with_the_heads_first(sq, dtype):
+    lengths = torch.tensor([300, 0, 133])
+    q, k, v = (make(3, h, n, 128, dtype=dtype, seed=n) for h, n in ((8, sq), (2, 300), (2, 300)))
+    for n, length in enumerate(lengths):
+        k[n, :, length:], v[n, :, length:] = math.nan, math.nan
+    static = (True, -1, -1, 0.1, 0.0, True)
+    call = (q, k, v, None, None, None, None, lengths.int(), *static)
+    out, lse = run_kernel(lowering.flash_attention, *call)
+    arrays = (x.nan_to_num().transpose(1, 2) for x in (q, k, v))
+    wanted = oracle(*arrays, causal=True, softmax_scale=0.1, kv_lengths=lengths)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for a, b in zip((out, lse), wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
 def check_gradients(

@@ -281,7 +281,7 @@ def test_compiled_training_step(dynamic: bool) -> None:
         ({"num_experts": 2.0}, TypeError, "num_experts: expected a Python int"),
         ({"transposed": "yes"}, TypeError, "transposed: expected True or False"),
         ({"activation": "swiglu_oai", "has_gate": False}, ValueError, "has_gate"),
-        ({"gate_up_scale": torch.ones(3)}, NotImplementedError, "gate_up_scale"),
+        ({"gate_up_scale": torch.ones(3, 6)}, ValueError, "gate_up_scale: expected None"),
         ({"top_k_weights": torch.empty(5, 2, device="meta")}, ValueError, "top_k_weights on meta"),
         ({"act": "silu"}, TypeError, "act"),
     ],

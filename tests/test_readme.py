@@ -17,15 +17,16 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def quantised_ragged_dot() -> None:
-    weight = torch.ones(1, 3, 2, dtype=torch.int8)
-    ragged_dot(torch.randn(4, 3), weight, torch.tensor([4]), rhs_scale=torch.ones(1, 2))
+def gradient_of_quantised_weights() -> None:
+    weight, scale = torch.ones(1, 3, 2, dtype=torch.int8), torch.ones(1, 2, requires_grad=True)
+    ragged_dot(torch.randn(4, 3), weight, torch.tensor([4]), rhs_scale=scale)
 
 
-def quantised_experts() -> None:
+def gradient_of_quantised_experts() -> None:
     x, index, weights = torch.randn(2, 4), torch.zeros(2, 1).long(), torch.rand(2, 1)
-    projections = torch.randn(1, 6, 4), torch.randn(1, 4, 3)
-    moe_experts(x, index, weights, *projections, gate_up_scale=torch.ones(1, 6))
+    projections = torch.ones(1, 6, 4, dtype=torch.int8), torch.randn(1, 4, 3)
+    scale = torch.ones(1, 6, requires_grad=True)
+    moe_experts(x, index, weights, *projections, gate_up_scale=scale)
 
 
 def second_order() -> None:
@@ -54,7 +55,10 @@ REFUSED = {
     "dropout": [dropout, packed_dropout],
     "gradients of cos and sin": [gradient_of_a_table],
     "second-order gradients": [second_order],
-    "quantised weights (`rhs_scale`, `gate_up_scale`)": [quantised_ragged_dot, quantised_experts],
+    "gradients of quantised weights and of scales": [
+        gradient_of_quantised_weights,
+        gradient_of_quantised_experts,
+    ],
 }
 
 

@@ -51,6 +51,23 @@ _grouped(8, 256, 256, 512, transpose=True)
 _grouped(8, 250, 192, 320, transpose=False, bias=True)
 
 
+def _grouped_quantised(g: int, rows: int, k: int, n: int, dtype: torch.dtype, blocks: int) -> None:
+    """Forward, and the gradient of lhs, in the transposed layout."""
+
+    def run(lhs, weight, scale, sizes):
+        return ragged_dot(lhs, weight, sizes, rhs_scale=scale, transpose_rhs=True)
+
+    weight = _tensor(g, n, k // 2 if dtype == torch.uint8 else k, dtype=dtype)
+    scale = _tensor(g, *((blocks,) if blocks > 1 else ()), n, dtype=torch.float32)
+    sizes = torch.empty(g, dtype=torch.int64, device="meta")
+    name = f"quantized_ragged_dot_{str(dtype).removeprefix('torch.')}_{g}x{rows}x{k}x{n}"
+    PROGRAMS[name] = (_with_gradients(run), [_tensor(rows, k, grad=True), weight, scale, sizes])
+
+
+_grouped_quantised(8, 64, 256, 512, torch.int8, 2)
+_grouped_quantised(8, 64, 256, 512, torch.float8_e4m3fn, 1)
+
+
 def _experts(t: int, e: int, h: int, i: int, topk: int) -> None:
     def run(x, index, weights, gate_up, down):
         return moe_experts(x, index, weights, gate_up, down)
@@ -66,6 +83,29 @@ def _experts(t: int, e: int, h: int, i: int, topk: int) -> None:
 
 
 _experts(64, 8, 256, 128, 2)
+
+
+def _quantised_experts(t: int, e: int, h: int, i: int, topk: int) -> None:
+    """int4 into the gate, int8 in blocks out of it; the gradients of what has one."""
+
+    def run(x, index, weights, gate_up, down, bias, *scales):
+        scales = dict(zip(("gate_up_scale", "down_scale"), scales, strict=True))
+        return moe_experts(x, index, weights, gate_up, down, gate_up_bias=bias, **scales)
+
+    tensors = [
+        _tensor(t, h, grad=True),
+        torch.empty(t, topk, dtype=torch.int64, device="meta"),
+        _tensor(t, topk, dtype=torch.float32, grad=True),
+        _tensor(e, 2 * i, h // 2, dtype=torch.uint8),
+        _tensor(e, h, i, dtype=torch.int8),
+        _tensor(e, 2 * i, grad=True),
+        _tensor(e, 2 * i, dtype=torch.float32),
+        _tensor(e, i // 128, h, dtype=torch.float32),
+    ]
+    PROGRAMS[f"moe_experts_quantized_{t}x{e}x{h}x{i}"] = (_with_gradients(run), tensors)
+
+
+_quantised_experts(64, 8, 256, 256, 2)
 
 
 def _norms(*shape: int) -> None:

@@ -34,27 +34,29 @@ def require_tensor(name: str, value: Any, ndim: int, dtypes: tuple[torch.dtype, 
 
 def require_shape(name: str, value: torch.Tensor, shape: tuple[int, ...], means: str) -> None:
     """`means` says in letters what `shape` is, such as "[g, n]"."""
-    if tuple(value.shape) != tuple(shape):
+    if value.shape != shape and tuple(value.shape) != tuple(shape):
         raise ValueError(
             f"{name}: expected shape {means} = {tuple(shape)}, got {tuple(value.shape)}"
         )
 
 
 def require_same_device(**tensors: torch.Tensor | None) -> None:
-    present = {name: value for name, value in tensors.items() if value is not None}
-    if len({value.device for value in present.values()}) > 1:
-        devices = ", ".join(f"{name} on {value.device}" for name, value in present.items())
+    if len({value.device for value in tensors.values() if value is not None}) > 1:
+        present = ((name, value) for name, value in tensors.items() if value is not None)
+        devices = ", ".join(f"{name} on {value.device}" for name, value in present)
         raise ValueError(f"expected all tensors on one device, got {devices}")
 
 
 def require_same_dtype(**tensors: torch.Tensor | None) -> None:
-    present = {name: value for name, value in tensors.items() if value is not None}
-    if len({value.dtype for value in present.values()}) > 1:
-        dtypes = ", ".join(f"{name} {value.dtype}" for name, value in present.items())
+    if len({value.dtype for value in tensors.values() if value is not None}) > 1:
+        present = ((name, value) for name, value in tensors.items() if value is not None)
+        dtypes = ", ".join(f"{name} {value.dtype}" for name, value in present)
         raise TypeError(f"expected one dtype for all of them, got {dtypes}")
 
 
 def require_int(name: str, value: Any) -> None:
+    if type(value) is int:  # nearly always: the abstract classes below take half a microsecond
+        return
     is_int = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
     if not is_int:
         raise TypeError(f"{name}: expected a Python int, got {_describe(value)}")
@@ -62,6 +64,8 @@ def require_int(name: str, value: Any) -> None:
 
 def require_number(name: str, value: Any) -> float:
     """The Python number `value`, also while it is traced symbolically, as a float."""
+    if type(value) is float:  # nearly always: the abstract classes below take a microsecond
+        return value
     is_number = isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt)
     if not is_number or isinstance(value, bool):
         raise TypeError(f"{name}: expected a Python number, got {_describe(value)}")
@@ -82,9 +86,10 @@ def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 def promote_under_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Inside torch.autocast, mixed float dtypes become their promoted type, as in torch."""
     present = [tensor for tensor in tensors if tensor is not None]
-    device_type, dtype = present[0].device.type, present[0].dtype
-    if all(tensor.dtype == dtype for tensor in present):
+    dtype = present[0].dtype
+    if len({tensor.dtype for tensor in present}) == 1:
         return tensors
+    device_type = present[0].device.type
     if not (
         torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     ):

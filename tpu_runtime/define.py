@@ -46,7 +46,7 @@ def define_op(
             chip = chip_to_lower_for() or CHIPS["v5e"]
             return bridge.run_interpreted(kernel(), args, chip)
         # The op has promoted its inputs; autocast must not round the reference's own products.
-        device_type = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        device_type = _device_type(args)
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):
                 return reference(*args)
@@ -67,6 +67,8 @@ def define_op(
 
     def complete(args: tuple[Any, ...]) -> tuple[Any, ...]:
         # The dispatcher and FX graphs drop trailing arguments that equal the schema's default.
+        if len(args) == len(arguments):
+            return args
         missing = arguments[len(args) :]
         return (*args, *(argument.default_value for argument in missing))
 
@@ -110,6 +112,13 @@ def differentiable(
     must itself only call ops that are defined by `define_op`.
     """
     op.register_autograd(backward, setup_context=save)
+
+
+def _device_type(args: tuple[Any, ...]) -> str:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device.type
+    raise AssertionError("an op without tensors")
 
 
 def _is_float64(arg: Any) -> bool:

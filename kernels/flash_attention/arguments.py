@@ -23,20 +23,20 @@ def check_heads(
     checks.require_same_device(q=q, k=k, v=v, sinks=sinks)
     q, k, v = checks.promote_under_autocast(q, k, v)
     checks.require_same_dtype(q=q, k=k, v=v)
-    hq, hkv, d = q.shape[heads_dim], k.shape[heads_dim], q.shape[-1]
-    if 0 in (hq, hkv, d, v.shape[-1]):
+    q_shape, k_shape, v_shape = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    hq, hkv, d = q_shape[heads_dim], k_shape[heads_dim], q_shape[-1]
+    if 0 in (hq, hkv, d, v_shape[-1]):
         raise ValueError(
             "q, k, v: expected at least one head and a head size of at least 1, got shapes "
-            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            f"{q_shape}, {k_shape}, {v_shape}"
         )
     if hq % hkv != 0:
         raise ValueError(f"q: expected heads that are a multiple of k's {hkv}, got {hq}")
-    if k.shape[-1] != d:
-        raise ValueError(f"k: expected the head size of q, {d}, got {k.shape[-1]}")
-    if v.shape[:-1] != k.shape[:-1]:
+    if k_shape[-1] != d:
+        raise ValueError(f"k: expected the head size of q, {d}, got {k_shape[-1]}")
+    if v_shape[:-1] != k_shape[:-1]:
         raise ValueError(
-            f"v: expected shape {tuple(k.shape[:-1])} as in k but for the head size, "
-            f"got {tuple(v.shape)}"
+            f"v: expected shape {k_shape[:-1]} as in k but for the head size, got {v_shape}"
         )
     if sinks is not None:
         checks.require_shape("sinks", sinks, (hq,), "[hq]")

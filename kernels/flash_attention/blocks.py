@@ -108,27 +108,31 @@ def store_pair(ref, pair: int, row: int, even, odd, interpret: bool):
                 ref.reshape(-1, LANES)[_strided(ref, head, part, 1, row, rows), :] = x
 
 
-def split_queries(plan: Plan, q_ref, queries_ref):
-    """queries_ref [heads, block_q, d] = q_ref in stored order."""
-    heads, form = plan.tiles.heads, plan.q_form
-
-    if form == "bshd":
-        for pair in range(heads // 2):
-            for i, x in enumerate(load_pair(q_ref, pair, plan.interpret)):
-                queries_ref[2 * pair + i] = x.astype(queries_ref.dtype)
+def split_queries(plan: Plan, q_refs, queries_ref):
+    """queries_ref [heads, block_q, d] = q_refs, equal parts of the heads in stored order."""
+    if plan.q_form == "bshd":
+        heads = plan.tiles.heads // len(q_refs)
+        for head in range(0, plan.tiles.heads, 2):
+            pair = load_pair(q_refs[head // heads], head % heads // 2, plan.interpret)
+            for i, x in enumerate(pair):
+                queries_ref[head + i] = x.astype(queries_ref.dtype)
         return
+    (q_ref,) = q_refs
 
     def turn(head, _):
         queries_ref[head] = q_ref[head].astype(jnp.float32).T.astype(queries_ref.dtype)
         return 0
 
-    jax.lax.fori_loop(0, heads, turn, 0)
+    jax.lax.fori_loop(0, plan.tiles.heads, turn, 0)
 
 
-def store_heads(plan: Plan, out_ref, first, heads: list, row: int):
+def store_heads(plan: Plan, out_ref, first, heads: list, row):
     """Writes float32 [rows, dv] of the heads from `first` to out_ref, in stored order."""
     if plan.out_form == "bshd":
-        store_pair(out_ref, first // 2, row, *heads, plan.interpret)
+        if plan.head_tiles > 1:
+            out_ref, first = out_ref.at[first // SUBLANES], first % SUBLANES
+        out_ref = out_ref.at[pl.ds(row, heads[0].shape[0])]
+        store_pair(out_ref, first // 2, 0, *heads, plan.interpret)
         return
     rows = pl.ds(row, heads[0].shape[0])
     for i, x in enumerate(heads):
@@ -151,7 +155,7 @@ def _pieces(plan: Plan, form: str, start):
     return pl.multiple_of(start + skipped, LANES), pl.multiple_of(skipped, LANES), count
 
 
-def _copy(plan: Plan, form: str, src, buf, sem, batch, head, used: int, start):
+def key_copy(plan: Plan, form: str, src, buf, sem, batch, head, used: int, start):
     """DMA of one block of k or v."""
     first, offset, count = _pieces(plan, form, start)
     rows, local = pl.ds(first, count), pl.ds(offset, count)
@@ -172,7 +176,7 @@ def kv_copies(plan: Plan, refs, batch, group, block, slot, length):
     head = plan.first_kv_head(group)
     start = block * plan.tiles.block_k + plan.key_shift(length)
     return [
-        _copy(
+        key_copy(
             plan,
             form,
             src,
@@ -193,7 +197,7 @@ def split_heads(plan: Plan, form: str, ring, slot, split, first_head):
     """Writes the heads in use of a "bshd" block to split [heads, block_k, width]."""
     if form != "bshd":
         return
-    src, used = ring.at[slot], plan.kv_heads
+    src, split, used = ring.at[slot], split.at[slot], plan.kv_heads
     staged = src.shape[1] * src.shape[3]
 
     def copy_from(inner: int):
@@ -236,7 +240,7 @@ def ring_shapes(plan: Plan):
         if form == "bshd":
             staged = tiling.staged_heads(shape.hkv, used)
             rings.append((slots, *block_shape(form, staged, size, width)))
-            splits.append((used, size, width))
+            splits.append((slots, used, size, width))
         else:
             rings.append((slots, *block_shape(form, used, size, width)))
             splits.append(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ...tpu_runtime import LANES
 from . import masks
@@ -12,6 +13,7 @@ from .masks import Place
 from .plan import Plan
 from .tiling import CHUNK
 
+LIVE = 3  # word of refs.state with a bit for each `strip_rows` queries whose m, l, acc are set
 _NT = (((1,), (1,)), ((), ()))  # lhs [m, k], rhs [n, k]
 _NN = (((1,), (0,)), ((), ()))  # lhs [m, k], rhs [k, n]
 
@@ -81,21 +83,26 @@ def guess_maximum(s):
     return jnp.where(jnp.abs(m) < jnp.inf, m, 0.0)
 
 
-def start(plan: Plan, refs, k_ref, place: Place):
-    """Sets m from some keys of the first block, acc and l to zero."""
-    rows = pl.ds(0, plan.tiles.block_q)
+def begin_strip(plan: Plan, refs, k_ref, place: Place, row):
+    """Sets m of `strip_rows` queries from some keys of a block, acc and l to zero."""
+    count = strip_rows(plan)
+    rows = pl.ds(row, count)
     col = pl.multiple_of(jnp.maximum(-place.first_key, 0), LANES) if plan.shifts_keys else 0
-    key = col + jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
-    exists = key < place.length - place.first_key
 
     def head_body(head, _):
         s = scores(plan, refs, k_ref, head, kv_head_of(plan, head), rows, pl.ds(col, LANES))
-        refs.m[head] = guess_maximum(jnp.where(exists, s, -jnp.inf))
-        refs.l[head] = jnp.zeros(refs.l.shape[1:], jnp.float32)
-        refs.acc[head] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
+        refs.m[head, rows] = guess_maximum(jnp.where(_exists(place, col), s, -jnp.inf))
+        refs.l[head, rows] = jnp.zeros((count, LANES), jnp.float32)
+        refs.acc[head, rows] = jnp.zeros((count, plan.shape.dv), jnp.float32)
         return 0
 
     jax.lax.fori_loop(0, plan.tiles.heads, head_body, 0)
+
+
+def _exists(place: Place, col):
+    """bool [1, LANES]: keys from `col` of a block that are keys at all, not what lay in memory."""
+    key = place.first_key + col + jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    return (key >= 0) & (key < place.length)
 
 
 def full_body(plan: Plan, refs, k_ref, v_ref, is_first: bool, valid: int | None = None):
@@ -222,24 +229,95 @@ def _head_loop(plan: Plan, act, most: int = 4):
     jax.lax.fori_loop(0, heads // side, body, 0)
 
 
+def strip_rows(plan: Plan) -> int:
+    """Queries of one step of `masked_body`."""
+    return _step(plan.tiles.block_q)
+
+
+def _piece(plan: Plan, refs, k_ref, v_ref, place: Place, row, chunk, size: int, is_first: bool):
+    """`strip_rows` queries and `size` keys from chunk `chunk` of a block.
+
+    All heads side by side, so that matmuls and exponentials overlap; they share the mask, which is
+    made once and waits in VMEM as all ones or zeros.
+    """
+    # The last piece begins early rather than end late; the keys before `chunk` are done.
+    count = strip_rows(plan)
+    col = pl.multiple_of(jnp.minimum(chunk * LANES, plan.tiles.block_k - size), LANES)
+    rows, keys = pl.ds(row, count), pl.ds(col, size)
+    low = jnp.maximum(place.first_key + chunk * LANES, 0)
+    seen = masks.general_mask(plan, refs, place, row, count, col, size, low)
+    if plan.mask_batch and plan.shape.mask_heads == 1:
+        seen &= refs.mask_buf[0, rows, keys].astype(jnp.int32) != 0
+    refs.seen[:, :size] = jnp.where(seen, -1, 0)
+
+    def act(head):
+        kv_head = kv_head_of(plan, head)
+        s = scores(plan, refs, k_ref, head, kv_head, rows, keys)
+        if is_first:
+            m = guess_maximum(jnp.where(_exists(place, col), s[:, :LANES], -jnp.inf))
+            refs.m[head, rows] = m
+        else:
+            m = refs.m[head, rows]
+        parts = _exp(s, m)
+        for i, part in enumerate(parts):
+            lanes = slice(i * LANES, (i + 1) * LANES)
+            bits = pltpu.bitcast(part, jnp.int32) & refs.seen[:, lanes]
+            if plan.shape.mask_heads > 1:
+                own = refs.mask_buf[head, rows, pl.ds(col + i * LANES, LANES)].astype(jnp.int32)
+                bits &= -own
+            parts[i] = pltpu.bitcast(bits, jnp.float32)
+        p = jnp.concatenate(parts, axis=1)
+        _add(refs, head, rows, p, weigh(plan, v_ref, kv_head, p, keys), is_first)
+
+    _head_loop(plan, act, _heads_side_by_side(plan, count * size))
+
+
+def _heads_side_by_side(plan: Plan, logits: int) -> int:
+    """Heads of one loop step of `_piece`: about as much work as one step of `full_body`."""
+    passes = 1 if plan.precision == jax.lax.Precision.DEFAULT else 6
+    width = max(2 * LANES, plan.shape.d + plan.shape.dv)
+    return max(1, 32 * CHUNK * CHUNK * 2 * LANES // (logits * passes * width))
+
+
+def piece_sizes(plan: Plan) -> list[int]:
+    """Keys of one step of `masked_body`, longest first. Longer ones do not overlap better."""
+    return [size for size in (CHUNK, LANES) if size <= plan.tiles.block_k]
+
+
 def masked_body(plan: Plan, refs, k_ref, v_ref, place: Place):
-    """Any block: chunk by chunk with every mask; the mask is shared by the heads."""
+    """Any block: for each strip of queries the keys it may see, with every mask.
 
-    def piece(row, step_q, col, step_k):
-        rows, keys = pl.ds(row, step_q), pl.ds(col, step_k)
-        common = masks.general_mask(plan, refs, place, row, step_q, col, step_k)
+    A strip's first piece sets m, l and acc; `refs.state[LIVE]` has a bit for each strip with one.
+    """
+    count, sizes = strip_rows(plan), piece_sizes(plan)
 
-        def act(head):
-            kv_head = kv_head_of(plan, head)
-            seen = _seen_by(plan, refs, place, head, row, step_q, col, step_k, common)
-            s = scores(plan, refs, k_ref, head, kv_head, rows, keys)
-            parts = _exp(s, refs.m[head, rows, :])
-            p = jnp.where(seen, jnp.concatenate(parts, axis=1), 0.0)
-            _add(refs, head, rows, p, weigh(plan, v_ref, kv_head, p, keys))
+    def strip_body(strip, _):
+        row = pl.multiple_of(strip * count, count)
+        first, stop = masks.strip_range(plan, refs, place, row, count)
+        rest, ends = jnp.maximum(stop - first, 0), []  # ends: pieces up to the last of each size
+        for size in sizes:
+            number = jax.lax.div(rest, size // LANES)
+            rest -= number * (size // LANES)
+            ends.append(number + (ends[-1] if ends else 0))
 
-        _head_loop(plan, act)
+        def piece(i, chunk):
+            live, step = refs.state[LIVE], jnp.int32(1)
+            for size, begin, end in zip(sizes, [0, *ends], ends, strict=False):
+                fits = (i >= begin) & (i < end)
+                step = jnp.where(fits, size // LANES, step)
+                for is_first in (False, True):
 
-    _for_each_piece(plan, refs, place, piece)
+                    @pl.when(fits & (((live >> strip) & 1 == 0) == is_first))
+                    def _(is_first=is_first, size=size):
+                        _piece(plan, refs, k_ref, v_ref, place, row, chunk, size, is_first)
+
+            refs.state[LIVE] = live | (1 << strip)
+            return chunk + step
+
+        jax.lax.fori_loop(0, ends[-1], piece, first)
+        return 0
+
+    jax.lax.fori_loop(0, plan.tiles.block_q // count, strip_body, 0)
 
 
 def safe_body(plan: Plan, refs, k_ref, v_ref, place: Place):

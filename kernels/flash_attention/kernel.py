@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -10,26 +11,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...tpu_runtime import LANES, Chip
-from . import blocks, kernel_decode, masks, tile, tiling
+from ...tpu_runtime import LANES, SUBLANES, Chip
+from . import blocks, bodies, kernel_decode, kernel_window, masks, tile, tiling
 from .plan import Plan
 from .tiling import Shape, Tiles
 
 _LN2 = math.log(2.0)
 
 
-def _block_spec(plan: Plan, form: str, width: int) -> pl.BlockSpec:
-    """A tile of q or out in stored order."""
+def _block_spec(plan: Plan, form: str, width: int, part: int = 0) -> pl.BlockSpec:
+    """A tile of q or out in stored order, or one of `Plan.head_tiles` parts of it."""
 
     def place(core, step):
         index = jnp.minimum(core * plan.core_tiles + step, plan.num_tiles - 1)
         batch, group, q_id = plan.split_tile(index)
-        where = {"b": batch, "h": group, "s": q_id, "d": 0}
+        where = {"b": batch, "h": group * plan.head_tiles + part, "s": q_id, "d": 0}
         return *(where[axis] for axis in form), *((0, 0) if form == "bshd" else ())
 
-    return pl.BlockSpec(
-        (1, *blocks.block_shape(form, plan.tiles.heads, plan.tiles.block_q, width)), place
-    )
+    heads = plan.tiles.heads // plan.head_tiles
+    return pl.BlockSpec((1, *blocks.block_shape(form, heads, plan.tiles.block_q, width)), place)
 
 
 def _tile_place(plan: Plan, core, step):
@@ -63,6 +63,17 @@ def _optional_inputs(plan: Plan, given: dict[str, jax.Array]):
 
         inputs[f"q_{kind}s"] = q_ids, pl.BlockSpec((1, 1, rows), query_place)
         inputs[f"kv_{kind}s"] = kv_ids, pl.BlockSpec((1, 1, kv_ids.shape[2]), key_place)
+    if plan.has_ids:
+        kinds = [
+            kind
+            for kind, present in (
+                ("segment", plan.has_segments),
+                ("position", plan.has_positions and plan.has_band),
+            )
+            if present
+        ]
+        sides = ({kind: given[f"{side}_{kind}_ids"] for kind in kinds} for side in ("q", "kv"))
+        inputs["hulls"] = masks.strip_hulls(plan, *sides), smem
     if plan.mask_batch:
         mask = given["mask"]
         inputs["mask_states"] = masks.mask_block_states(mask, rows, keys), smem
@@ -79,14 +90,17 @@ def _scratch(plan: Plan, dtype) -> dict[str, object]:
         "acc": pltpu.VMEM((heads, rows, shape.dv), jnp.float32),
         "l": pltpu.VMEM((heads, rows, LANES), jnp.float32),
         "m": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "totals": pltpu.VMEM((rows, LANES), jnp.float32),
-        "tops": pltpu.VMEM((rows, LANES), jnp.float32),
         "k_ring": pltpu.VMEM(k_ring, dtype),
         "v_ring": pltpu.VMEM(v_ring, dtype),
         "kv_sem": pltpu.SemaphoreType.DMA((2, tiles.slots)),
-        "ring": pltpu.SMEM((2, tiles.slots), jnp.int32),
-        "state": pltpu.SMEM((3,), jnp.int32),
+        "ring": pltpu.SMEM((3, tiles.slots), jnp.int32),
+        "state": pltpu.SMEM((4,), jnp.int32),
+        "seen": pltpu.VMEM((bodies.strip_rows(plan), bodies.piece_sizes(plan)[0]), jnp.int32),
     }
+    if plan.head_tiles > 1:
+        block = blocks.block_shape(plan.out_form, SUBLANES, rows, shape.dv)
+        scratch["out_buf"] = pltpu.VMEM((2, plan.head_tiles, *block), dtype)
+        scratch["out_sem"] = pltpu.SemaphoreType.DMA((2,))
     if plan.q_form != "bhsd":
         scratch["queries"] = pltpu.VMEM((heads, rows, shape.d), dtype)
     for name, split in (("k_split", k_split), ("v_split", v_split)):
@@ -100,6 +114,47 @@ def _scratch(plan: Plan, dtype) -> dict[str, object]:
         scratch["mask_buf"] = pltpu.VMEM((count, rows, tiles.block_k), jnp.int8)
         scratch["mask_sem"] = pltpu.SemaphoreType.DMA((1,))
     return scratch
+
+
+def _make_plan(
+    q, k, v, given: dict, band: tuple[int, int], scale, softcap, chip: Chip, interpret, tiles
+) -> Plan:
+    """The plan of a call; its tiles are the general kernel's."""
+    b, sq, hq, d = q.shape
+    sk, hkv, dv = k.shape[1], k.shape[2], v.shape[3]
+    mask = given["mask"]
+    has_segments, has_positions = (
+        given[name] is not None for name in ("q_segment_ids", "q_position_ids")
+    )
+    shape = Shape(
+        sq,
+        sk,
+        hq,
+        hkv,
+        d,
+        dv,
+        q.dtype.itemsize,
+        *band,
+        has_segments or has_positions,
+        0 if mask is None else mask.shape[1],
+    )
+    log2e = 1 / _LN2
+    return Plan(
+        b,
+        shape,
+        tiles or tiling.choose(shape, chip),
+        chip.num_cores,
+        scale / softcap if softcap else scale * log2e,
+        softcap * log2e,
+        given["sinks"] is not None,
+        given["kv_lengths"] is not None,
+        has_segments,
+        has_positions,
+        0 if mask is None else mask.shape[0],
+        jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
+        bool(interpret),
+        chip.vmem_bytes * 9 // 10,
+    )
 
 
 def flash_attention_fwd(
@@ -121,6 +176,7 @@ def flash_attention_fwd(
     chip: Chip,
     interpret: bool | pltpu.InterpretParams = False,
     tiles: Tiles | None = None,
+    heads_first: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # [b, sq, hq, dv], float32 [b, hq, sq]
     """(out, lse): attention of query head i over kv head i // (hq // hkv).
 
@@ -130,90 +186,61 @@ def flash_attention_fwd(
     stands at j and query i at i + (kv_lengths[b] or sk) - sq. Masks combine by AND; `mask` is True
     where the query attends. Rows with no visible key: out 0, lse -inf (also with sinks). Hidden
     keys and values may hold NaN.
+
+    heads_first: k and v are [b, hkv, sk, d]. A few queries read such a cache in place; for many it
+    is turned around in HBM unless XLA stores it the other way already.
     """
-    if tiles is None and kernel_decode.is_decode(q, k, v):
-        return kernel_decode.flash_attention_decode(
-            q,
-            k,
-            v,
-            sinks=sinks,
-            q_segment_ids=q_segment_ids,
-            kv_segment_ids=kv_segment_ids,
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-            mask=mask,
-            kv_lengths=kv_lengths,
-            causal=causal,
-            window=window,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            chip=chip,
-            interpret=interpret,
-        )
-    b, sq, hq, d = q.shape
-    sk, hkv, dv = k.shape[1], k.shape[2], v.shape[3]
     left, right = window
     if causal:
         right = min(right, 0) if right >= 0 else 0
-    has_segments, has_positions = q_segment_ids is not None, q_positions is not None
-    shape = Shape(
-        sq,
-        sk,
-        hq,
-        hkv,
-        d,
-        dv,
-        q.dtype.itemsize,
-        left,
-        right,
-        has_segments or has_positions,
-        0 if mask is None else mask.shape[1],
-    )
-    tiles = tiles or tiling.choose(shape, chip)
-    log2e = 1 / _LN2
-    plan = Plan(
-        b,
-        shape,
-        tiles,
-        chip.num_cores,
-        softmax_scale / softcap if softcap else softmax_scale * log2e,
-        softcap * log2e,
-        sinks is not None,
-        kv_lengths is not None,
-        has_segments,
-        has_positions,
-        0 if mask is None else mask.shape[0],
-        jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
-        bool(interpret),
-        chip.vmem_bytes * 9 // 10,
-    )
-    q = jnp.pad(q, ((0, 0), (0, max(0, tiles.block_q - sq)), (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, 0), (0, max(0, LANES - sk)), (0, 0), (0, 0))) for x in (k, v))
-    given = dict(
-        sinks=sinks,
-        kv_lengths=kv_lengths,
-        q_segment_ids=q_segment_ids,
-        mask=mask,
-        kv_segment_ids=kv_segment_ids,
-        q_position_ids=q_positions,
-        kv_position_ids=kv_positions,
-    )
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
-    inputs = {
-        "q": (blocks.to_stored(q, plan.q_form), _block_spec(plan, plan.q_form, d)),
-        "k": (blocks.to_stored(k, plan.k_form), hbm),
-        "v": (blocks.to_stored(v, plan.v_form), hbm),
-        **_optional_inputs(plan, given),
+    given = {
+        "sinks": sinks,
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "q_position_ids": q_positions,
+        "kv_position_ids": kv_positions,
+        "mask": mask,
+        "kv_lengths": kv_lengths,
     }
-    out, lse = _call(plan, inputs, q, dv, interpret)
+    options = (left, right), softmax_scale, softcap, chip, interpret
+    if tiles is None and kernel_decode.is_decode(q, k, v, heads_first):
+        return kernel_decode.flash_attention_decode(q, k, v, given, *options, heads_first)
+    if heads_first:
+        k, v = (x.swapaxes(1, 2) for x in (k, v))
+    plan = _make_plan(q, k, v, given, *options, tiles)
+    b, sq, hq, _ = q.shape
+    window_tiles = kernel_window.tiles_for(plan, chip) if tiles is None else None
+    if window_tiles is not None:
+        plan = dataclasses.replace(plan, tiles=window_tiles)
+    q = jnp.pad(q, ((0, 0), (0, max(0, plan.tiles.block_q - sq)), (0, 0), (0, 0)))
+    short = max(0, LANES - k.shape[1])
+    k, v = (jnp.pad(x, ((0, 0), (0, short), (0, 0), (0, 0))) for x in (k, v))
+    arrays = tuple(
+        blocks.to_stored(x, form)
+        for x, form in ((q, plan.q_form), (k, plan.k_form), (v, plan.v_form))
+    )
+    if window_tiles is not None:
+        out, lse = kernel_window.flash_attention_window(
+            plan, *arrays, sinks, kv_lengths, chip, interpret
+        )
+    else:
+        out, lse = _call(plan, *arrays, given, interpret)
     return blocks.from_stored(out, plan.out_form)[:, :sq], lse.reshape(b, hq, -1)[..., :sq]
 
 
-def _call(plan: Plan, inputs, q, dv: int, interpret):
-    b, rows, hq, _ = q.shape
-    tiles = plan.tiles
-    grouped = (b, plan.num_groups, tiles.heads, rows)
-    out_shape = (b, *blocks.block_shape(plan.out_form, hq, rows, dv))
+def _call(plan: Plan, q, k, v, given: dict, interpret):  # q, k, v in stored order
+    shape, tiles = plan.shape, plan.tiles
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    parts = range(plan.head_tiles)
+    inputs = {
+        **{f"q{i}": (q, _block_spec(plan, plan.q_form, shape.d, i)) for i in parts},
+        "k": (k, hbm),
+        "v": (v, hbm),
+        **_optional_inputs(plan, given),
+    }
+    rows = max(shape.sq, tiles.block_q)
+    grouped = (plan.b, plan.num_groups, tiles.heads, rows)
+    out_shape = (plan.b, *blocks.block_shape(plan.out_form, shape.hq, rows, shape.dv))
 
     def lse_place(core, step):
         batch, group, q_id = _tile_place(plan, core, step)
@@ -243,7 +270,7 @@ def _call(plan: Plan, inputs, q, dv: int, interpret):
         grid=(plan.num_cores, plan.core_tiles),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=(
-            _block_spec(plan, plan.out_form, dv),
+            hbm if plan.head_tiles > 1 else _block_spec(plan, plan.out_form, shape.dv),
             pl.BlockSpec((1, 1, tiles.heads, tiles.block_q), lse_place),
         ),
         scratch_shapes=list(scratch.values()),

@@ -43,70 +43,87 @@ def _combined_mask(sq, hq, fold, groups, mask, ids, num_columns):
     return jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, num_columns - mask.shape[3])))
 
 
-def is_decode(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+def _cache_form(hkv: int, d: int, heads_first: bool) -> str:
+    """How XLA stores a cache of which [b, sk, hkv, d] or [b, hkv, sk, d] is the shape."""
+    if heads_first:
+        return "bhds" if d % LANES else "bhsd"
+    return tiling.storage(hkv, d)
+
+
+def is_decode(q: jax.Array, k: jax.Array, v: jax.Array, heads_first: bool = False) -> bool:
     """Whether `flash_attention_decode` takes these shapes."""
     sq, hq, d = q.shape[1:]
-    hkv, dv = k.shape[2], v.shape[3]
-    same = tiling.storage(hkv, d) == tiling.storage(hkv, dv)
+    hkv, dv = k.shape[1 if heads_first else 2], v.shape[3]
+    same = _cache_form(hkv, d, heads_first) == _cache_form(hkv, dv, heads_first)
     return sq <= tiling.DECODE_MAX_SQ and hq * sq <= tiling.DECODE_MAX_ROWS and same
+
+
+def _id_tests(given: dict, left: int, right: int) -> list:
+    """(ids of queries, of keys, test) of segments and explicit positions."""
+
+    def in_band(query, key):
+        seen = True
+        if right >= 0:
+            seen = key <= query + right
+        return seen & (key >= query - left) if left >= 0 else seen
+
+    tests = [(given["q_segment_ids"], given["kv_segment_ids"], jnp.equal)]
+    if left >= 0 or right >= 0:
+        tests.append((given["q_position_ids"], given["kv_position_ids"], in_band))
+    return tests
+
+
+def _parts_of_heads(given: dict, b: int, groups: int, chip: Chip) -> int:
+    """Entries of the batch are what cores share; too few, and each is cut into this many."""
+    options = ("mask", "sinks", "q_segment_ids", "q_position_ids")
+    if b % chip.num_cores == 0 or any(given[name] is not None for name in options):
+        return 1
+    return chip.num_cores if groups % chip.num_cores == 0 else 1
 
 
 def flash_attention_decode(
     q: jax.Array,  # [b, sq, hq, d]
-    k: jax.Array,  # [b, sk, hkv, d]
-    v: jax.Array,  # [b, sk, hkv, dv]
-    *,
-    sinks=None,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    q_positions=None,
-    kv_positions=None,
-    mask=None,
-    kv_lengths=None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float,
-    softcap: float = 0.0,
+    k: jax.Array,  # [b, sk, hkv, d], [b, hkv, sk, d] if heads_first
+    v: jax.Array,  # [b, sk, hkv, dv], [b, hkv, sk, dv]
+    given: dict[str, jax.Array | None],
+    band: tuple[int, int],
+    scale: float,
+    softcap: float,
     chip: Chip,
     interpret: bool | pltpu.InterpretParams = False,
+    heads_first: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `kernel.flash_attention_fwd`, for shapes that `is_decode` names."""
-    b, sq, hq, d = q.shape
-    sk, hkv, dv = k.shape[1], k.shape[2], v.shape[3]
-    left, right = window
-    if causal:
-        right = min(right, 0) if right >= 0 else 0
-    form = tiling.storage(hkv, d)
+    """As `kernel.flash_attention_fwd`, for shapes that `is_decode` names.
+
+    given: sinks, ids, mask and kv_lengths by name; band: (left, right) with causality in it.
+    """
+    (b, sq, hq, d), dv = q.shape, v.shape[3]
+    hkv, sk = k.shape[1:3] if heads_first else k.shape[2:0:-1]
+    form = _cache_form(hkv, d, heads_first)
     fold, groups = (hkv, 1) if form == "bshd" else (1, hkv)
-    head_rows = hq // hkv * sq
-    num_rows = head_rows * hkv // groups
+    num_rows = hq * sq // groups
     rows = round_up(num_rows, 2 * SUBLANES)
-    ids = [(q_segment_ids, kv_segment_ids, jnp.equal)]
-    if q_positions is not None:
-
-        def in_band(query, key):
-            seen = True
-            if right >= 0:
-                seen = key <= query + right
-            return seen & (key >= query - left) if left >= 0 else seen
-
-        if left >= 0 or right >= 0:
-            ids.append((q_positions, kv_positions, in_band))
+    parts = _parts_of_heads(given, b, groups, chip)
     if tiles is None:
-        tiles = tiling.choose_decode(rows, groups, hkv, sk, d, dv, q.dtype.itemsize, chip)
+        heads = hkv // parts
+        tiles = tiling.choose_decode(
+            rows, groups // parts, heads, sk, d, dv, q.dtype.itemsize, chip
+        )
+    left, right = band
     num_columns = round_up(sk, tiles.block_k) * fold
-    mask = _combined_mask(sq, hq, fold, groups, mask, ids, num_columns)
-    if q_positions is not None:
+    tests = _id_tests(given, left, right)
+    mask = _combined_mask(sq, hq, fold, groups, given["mask"], tests, num_columns)
+    if given["q_position_ids"] is not None:
         left = right = -1
     if right > 0:
         right = -1 if right >= sq - 1 else right
     log2e = 1 / _LN2
     plan = DecodePlan(
-        b,
-        groups,
+        b * parts,
+        groups // parts,
         rows,
-        head_rows,
+        hq // hkv * sq,
         num_rows,
         sk * fold,
         fold,
@@ -116,39 +133,43 @@ def flash_attention_decode(
         left,
         right,
         form == "bhds",
-        softmax_scale / softcap if softcap else softmax_scale * log2e,
+        scale / softcap if softcap else scale * log2e,
         softcap * log2e,
-        sinks is not None,
+        given["sinks"] is not None,
         (0, 0) if mask is None else (mask.shape[0], mask.shape[2]),
         tiles,
-        chip.num_cores,
+        min(chip.num_cores, b * parts),  # a core without an entry would write an output block too
         jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
         bool(interpret),
     )
-    if form == "bshd":
-        k, v = (x.reshape(b, 1, sk * hkv, -1) for x in (k, v))
-    else:
-        k, v = (x.transpose((0, 2, 3, 1) if form == "bhds" else (0, 2, 1, 3)) for x in (k, v))
-    inputs = {
-        "lengths": jnp.full((b,), sk, jnp.int32) if kv_lengths is None else kv_lengths,
+    lengths, sinks = given["kv_lengths"], given["sinks"]
+    arrays = {
         "q": _rows_of(q, hkv, groups, rows),
-        "k": k,
-        "v": v,
+        "k": _stored_cache(k, form, heads_first),
+        "v": _stored_cache(v, form, heads_first),
+    }
+    lengths = jnp.full((b,), sk, jnp.int32) if lengths is None else lengths
+    inputs = {"lengths": jnp.repeat(lengths, parts)} | {
+        name: x.reshape(b * parts, groups // parts, *x.shape[2:]) for name, x in arrays.items()
     }
     if sinks is not None:
         sinks = jnp.broadcast_to((sinks * log2e)[None, None, :, None], (1, sq, hq, LANES))
         inputs["sinks"] = _rows_of(sinks.astype(jnp.float32), hkv, groups, rows)[0]
     if mask is not None:
-        inputs["mask"] = mask
         short = -mask.shape[2] % rows if mask.shape[2] > 1 else 0
         inputs["mask"] = jnp.pad(mask, ((0, 0), (0, 0), (0, short), (0, 0)))
-    out, lse = _call(plan, inputs, interpret, chip)
+    out, lse = (x[:, :, :num_rows] for x in _call(plan, inputs, interpret, chip))
+    lse = lse.reshape(b, hq, sq, LANES)[..., 0]
+    return out.reshape(b, hq, sq, dv).transpose(0, 2, 1, 3), lse
 
-    def rows_back(x, width):
-        x = x[:, :, :num_rows].reshape(b, hq, sq, width)
-        return x
 
-    return rows_back(out, dv).transpose(0, 2, 1, 3), rows_back(lse, LANES)[..., 0]
+def _stored_cache(x: jax.Array, form: str, heads_first: bool) -> jax.Array:
+    """[b, groups, columns, width], or [b, groups, width, columns] in "bhds"; a bitcast."""
+    if form == "bshd":
+        b, sk, hkv, width = x.shape
+        return x.reshape(b, 1, sk * hkv, width)
+    x = x if heads_first else x.swapaxes(1, 2)
+    return x.swapaxes(2, 3) if form == "bhds" else x
 
 
 def _call(plan: DecodePlan, inputs: dict, interpret, chip: Chip):

@@ -37,10 +37,13 @@ def flash_attention(
     chip: Chip,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:  # [b, sq, hq, dv], [b, hq, sq]
-    q, k, v = _heads_last(heads_first, q, k, v)
-    masks = dense_masks(q_segment_ids, kv_segment_ids, mask, kv_lengths, q.shape[1], k.shape[1])
+    (q,) = _heads_last(heads_first, q)
+    sk = k.shape[2 if heads_first else 1]
+    masks = dense_masks(q_segment_ids, kv_segment_ids, mask, kv_lengths, q.shape[1], sk)
     options = (causal, window_left, window_right, softmax_scale, softcap)
-    return _attend(q, k, v, sinks, masks, options, chip=chip, interpret=interpret)
+    return _attend(
+        q, k, v, sinks, masks, options, heads_first=heads_first, chip=chip, interpret=interpret
+    )
 
 
 def flash_attention_backward(
@@ -147,19 +150,23 @@ def flash_attention_packed_backward(
 
 def _attend(
     q: jax.Array,  # [b, sq, hq, d]
-    k: jax.Array,  # [b, sk, hkv, d]
-    v: jax.Array,  # [b, sk, hkv, dv]
+    k: jax.Array,  # [b, sk, hkv, d], [b, hkv, sk, d] if heads_first
+    v: jax.Array,  # [b, sk, hkv, dv], [b, hkv, sk, dv]
     sinks: jax.Array | None,
     masks: Masks,
     options: Options,
+    *,
+    heads_first: bool = False,
     **target: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    (b, sq, hq, _), sk, dv = q.shape, k.shape[1], v.shape[3]
+    (b, sq, hq, _), dv = q.shape, v.shape[3]
+    sk = k.shape[2 if heads_first else 1]
     if 0 in (b, sq, sk):
         empty = jnp.full((b, hq, sq), -jnp.inf, jnp.float32)
         return jnp.zeros((b, sq, hq, dv), q.dtype), empty
     arrays = (_no_float16(x) for x in (q, k, v))
-    out, lse = flash_attention_fwd(*arrays, **_keywords(sinks, masks, options), **target)
+    keywords = _keywords(sinks, masks, options)
+    out, lse = flash_attention_fwd(*arrays, **keywords, heads_first=heads_first, **target)
     return out.astype(q.dtype), lse
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,42 @@ def chunk_bounds(ids: jax.Array) -> jax.Array:  # int32 [b, s] -> [b * 2 * chunk
     padded = jnp.pad(ids, ((0, 0), (0, chunk_count(s) * CHUNK - s)), mode="edge")
     chunks = padded.reshape(b, -1, CHUNK)
     return jnp.stack([chunks.min(-1), chunks.max(-1)], 1).reshape(-1)
+
+
+def strip_hulls(plan: Plan, q_ids: dict, kv_ids: dict) -> jax.Array:
+    """int32 [b * 2 * strips], flat, for SMEM: the first chunk of LANES keys that some of LANES
+    queries may see by ids, and the one past the last.
+
+    q_ids, kv_ids: "segment" or "position" -> int32 [b, s].
+    """
+    some = True
+    for kind in q_ids:
+        (q_low, q_high), (k_low, k_high) = (_lane_bounds(x[kind]) for x in (q_ids, kv_ids))
+        q_low, q_high, k_low, k_high = (
+            q_low[:, :, None],
+            q_high[:, :, None],
+            *(x[:, None] for x in (k_low, k_high)),
+        )
+        if kind == "segment":
+            some &= (k_low <= q_high) & (k_high >= q_low)
+            continue
+        if plan.shape.right >= 0:
+            some &= k_low <= q_high + plan.shape.right
+        if plan.shape.left >= 0:
+            some &= k_high >= q_low - plan.shape.left
+    shape = plan.b, -(-plan.shape.sq // LANES), -(-plan.shape.sk // LANES)
+    some = jnp.broadcast_to(some, shape)
+    chunk = jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+    first = jnp.where(some, chunk, shape[2]).min(2)
+    stop = jnp.where(some, chunk + 1, 0).max(2)
+    return jnp.stack([first, stop], 1).reshape(-1)
+
+
+def _lane_bounds(ids: jax.Array):  # [b, s] -> twice [b, chunks]
+    """Least and greatest id of every LANES rows."""
+    padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % LANES)), mode="edge")
+    chunks = padded.reshape(ids.shape[0], -1, LANES)
+    return chunks.min(2), chunks.max(2)
 
 
 def _bounds(ref, length: int, batch, first, count: int):
@@ -109,13 +146,14 @@ def needs_bounds(plan: Plan) -> bool:
 
 
 def body_of(plan: Plan, refs, place: Place):
-    """0: the general body; 1: no mask at all; 2 + n: the n-th of `Plan.partial_rels`; TAIL."""
+    """0: the general body, always if `Plan.by_strips`; 1: no mask at all; 2 + n: the n-th of
+    `Plan.partial_rels`; TAIL."""
+    if plan.by_strips:
+        return jnp.int32(0)
     size, rows = plan.tiles.block_k, plan.tiles.block_q
     clean = place.first_key >= 0
     if needs_bounds(plan):
         clean &= place.first_key + size <= place.length
-    if plan.has_ids:
-        clean &= id_state(plan, refs, place, 0, rows, 0, size)[1]
     if plan.mask_batch:
         clean &= _mask_state(plan, refs, place) == 2
     full = clean
@@ -156,11 +194,14 @@ def _widen(column, cols: int):
     return jnp.concatenate([column] * (cols // LANES), axis=1) if cols > LANES else column
 
 
-def general_mask(plan: Plan, refs, place: Place, row, rows: int, col, cols: int):
-    """bool [rows, cols] of everything that does not depend on the head."""
+def general_mask(plan: Plan, refs, place: Place, row, rows: int, col, cols: int, low=0):
+    """bool [rows, cols] of everything that does not depend on the head.
+
+    low: first key that counts.
+    """
     terms = [band_mask(plan, place, row, rows, col, cols)]
     key = place.first_key + col + jax.lax.broadcasted_iota(jnp.int32, (rows, cols), 1)
-    terms.append((key >= 0) & (key < place.length))
+    terms.append((key >= low) & (key < place.length))
     at_rows = pl.ds(row, rows)
     at_keys = pl.ds(pl.multiple_of(place.first_key + col, LANES), cols)
 
@@ -202,6 +243,21 @@ def chunk_range(plan: Plan, place: Place, row, rows: int, cols: int):
     size = plan.tiles.block_k
     low, high = jnp.clip(low, 0, size), jnp.clip(high, 0, size)
     return jax.lax.div(low, cols), jax.lax.div(high + cols - 1, cols)
+
+
+def strip_range(plan: Plan, refs, place: Place, row, rows: int):
+    """Chunks of LANES keys of a block that `rows` queries may see: (first, past the last)."""
+    first, stop = chunk_range(plan, place, row, rows, LANES)
+    if plan.has_ids:
+        strips = -(-plan.shape.sq // LANES)
+        strip = jax.lax.div(place.first_query + row, LANES)
+        base = place.batch * 2 * strips
+        at = [base + jnp.minimum(strip + i, strips - 1) for i in range(rows // LANES)]
+        chunk = jax.lax.div(place.first_key, LANES)
+        low = functools.reduce(jnp.minimum, [refs.hulls[i] for i in at])
+        high = functools.reduce(jnp.maximum, [refs.hulls[i + strips] for i in at])
+        first, stop = jnp.maximum(first, low - chunk), jnp.minimum(stop, high - chunk)
+    return first, stop
 
 
 def mask_block_states(mask: jax.Array, block_q: int, block_k: int) -> jax.Array:

@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ...tpu_runtime import LANES
+from ...tpu_runtime import LANES, SUBLANES
 from . import tiling
 from .tiling import CHUNK, Shape, Tiles
 
@@ -20,7 +20,7 @@ class Plan:
     b: int
     shape: Shape
     tiles: Tiles
-    num_cores: int
+    chip_cores: int
     scale: float  # of the logits, in units of log2, or before the cap
     softcap: float  # in units of log2
     has_sinks: bool
@@ -49,6 +49,13 @@ class Plan:
         return tiling.storage(self.shape.hq, self.shape.dv)
 
     @property
+    def head_tiles(self) -> int:
+        """Pieces of 8 heads in which q and out of a tile pass: with more heads side by side than
+        that, a strided load or store would reach few rows of one head."""
+        forms, heads = {self.q_form, self.out_form}, self.tiles.heads
+        return heads // SUBLANES if forms == {"bshd"} and heads % SUBLANES == 0 else 1
+
+    @property
     def kv_heads(self) -> int:
         return self.shape.kv_heads(self.tiles.heads)
 
@@ -63,6 +70,11 @@ class Plan:
     @property
     def num_tiles(self) -> int:
         return self.b * self.num_groups * self.num_q
+
+    @property
+    def num_cores(self) -> int:
+        """A core without a tile of its own would still write an output block."""
+        return min(self.chip_cores, self.num_tiles)
 
     @property
     def core_tiles(self) -> int:
@@ -84,7 +96,11 @@ class Plan:
     @property
     def shifts_keys(self) -> bool:
         """Whether block borders of the keys follow those of the queries."""
-        return self.has_band and not self.has_ids and not self.mask_batch
+        return self.has_band and not self.by_strips and not self.mask_batch
+
+    @property
+    def by_strips(self) -> bool:
+        return self.shape.by_strips
 
     @property
     def tail_keys(self) -> int:

@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...tpu_runtime import LANES, SUBLANES
-from . import blocks, bodies, masks
+from ...tpu_runtime import LANES
+from . import blocks, bodies, epilogue, masks
 from .masks import Place
 from .plan import Plan
 
 _CURSOR, _AGAIN, _SLOT = range(3)  # slot filled last; tile to be done again; slot after a restart
+_NAME, _COMING, _SPLIT = range(3)  # id of the block in a slot; 1 while its DMA runs; 1 once split
 _FAST, _RESTART, _SAFE = range(3)  # modes of a tile
-_LN2 = math.log(2.0)
-_LEAST_SUM, _GREATEST_SUM = 2.0**-80, 2.0**100  # of 2^(s - m): outside, `m` was a poor guess
 
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    q: jax.Ref  # VMEM, one block in its stored order
+    q: tuple[jax.Ref, ...]  # VMEM, one block in its stored order, or one of every 8 heads
     k: jax.Ref  # HBM
     v: jax.Ref  # HBM
-    out: jax.Ref  # VMEM, one block in its stored order
+    out: jax.Ref  # VMEM, one block in its stored order; HBM if there is an out_buf
     lse: jax.Ref  # VMEM [heads, block_q]
     queries: jax.Ref | None  # [heads, block_q, d], the same as q if that is stored so
     acc: jax.Ref  # float32 [heads, block_q, dv]
     l: jax.Ref  # float32 [heads, block_q, LANES] sums of 2^(s - m), still apart by lane
     m: jax.Ref  # float32 [heads, block_q, LANES] equal in all lanes
-    totals: jax.Ref  # float32 [block_q, LANES] denominators, a head per lane
-    tops: jax.Ref  # float32 [block_q, LANES] their m
     k_ring: jax.Ref  # [slots, block] in stored order
     v_ring: jax.Ref
     kv_sem: jax.Ref  # [2, slots]
-    ring: jax.Ref  # SMEM [2, slots] id of the block in a slot; 1 while its DMA is under way
-    state: jax.Ref  # SMEM [3], see _CURSOR and the like
-    k_split: jax.Ref | None = None  # [kv_heads, block_k, d] for "bshd"
+    ring: jax.Ref  # SMEM [3, slots] see _NAME and the like
+    state: jax.Ref  # SMEM [4], see _CURSOR and the like, bodies.LIVE
+    out_buf: jax.Ref | None = None  # [2, tiles of heads, block of 8 heads in stored order]
+    out_sem: jax.Ref | None = None  # [2]
+    k_split: jax.Ref | None = None  # [slots, kv_heads, block_k, d] for "bshd"
     v_split: jax.Ref | None = None
     sinks: jax.Ref | None = None  # SMEM [hq], in units of log2
     lengths: jax.Ref | None = None  # SMEM [b]
@@ -51,6 +49,8 @@ class _Refs:
     kv_segment_bounds: jax.Ref | None = None
     q_position_bounds: jax.Ref | None = None
     kv_position_bounds: jax.Ref | None = None
+    hulls: jax.Ref | None = None  # SMEM, see masks.strip_hulls
+    seen: jax.Ref | None = None  # VMEM int32 [rows, keys], see bodies.masked_body
     q_segment_cols: jax.Ref | None = None  # VMEM [block_q, LANES]
     q_position_cols: jax.Ref | None = None
     mask: jax.Ref | None = None  # HBM int8 [mb, mh, rows, keys], whole blocks
@@ -103,7 +103,7 @@ def _fetch(plan: Plan, refs: _Refs, tile: _Tile, block, busy):
     wanted = block < tile.stop
     found = jnp.int32(-1)
     for i in range(slots):
-        found = jnp.where(refs.ring[0, i] == name, i, found)
+        found = jnp.where(refs.ring[_NAME, i] == name, i, found)
 
     def after(slot):
         return jnp.where(slot + 1 == slots, 0, slot + 1)
@@ -112,34 +112,42 @@ def _fetch(plan: Plan, refs: _Refs, tile: _Tile, block, busy):
     fresh = jnp.where(fresh == busy, after(fresh), fresh)
     slot = jnp.where(found >= 0, found, fresh)
 
-    @pl.when(wanted & (found < 0))
+    is_new = wanted & (found < 0)
+
+    @pl.when(is_new)
     def _():
         for copy in blocks.kv_copies(plan, refs, tile.batch, tile.group, block, slot, tile.length):
             copy.start()
-        refs.ring[0, slot] = name
-        refs.ring[1, slot] = 1
-        refs.state[_CURSOR] = slot
 
+    for row, value in ((_NAME, name), (_COMING, 1), (_SPLIT, 0)):
+        refs.ring[row, slot] = jnp.where(is_new, value, refs.ring[row, slot])
+    refs.state[_CURSOR] = jnp.where(is_new, slot, refs.state[_CURSOR])
     return slot
 
 
 def _arrive(plan: Plan, refs: _Refs, tile: _Tile, block, slot):
     """Waits for the DMAs of `_fetch`, if they are under way."""
 
-    @pl.when(refs.ring[1, slot] == 1)
+    @pl.when(refs.ring[_COMING, slot] == 1)
     def _():
         for copy in blocks.kv_copies(plan, refs, tile.batch, tile.group, block, slot, tile.length):
             copy.wait()
-        refs.ring[1, slot] = 0
+
+    refs.ring[_COMING, slot] = 0
 
 
 def _heads_of_block(plan: Plan, refs: _Refs, tile: _Tile, place: Place, slot):
     """(k, v) refs of a block with the head first; values past the keys are zero."""
     first_head = plan.first_kv_head(tile.group)
-    blocks.split_heads(plan, plan.k_form, refs.k_ring, slot, refs.k_split, first_head)
-    blocks.split_heads(plan, plan.v_form, refs.v_ring, slot, refs.v_split, first_head)
-    k = refs.k_ring.at[slot] if refs.k_split is None else refs.k_split
-    v = refs.v_ring.at[slot] if refs.v_split is None else refs.v_split
+
+    @pl.when(refs.ring[_SPLIT, slot] == 0)
+    def _():
+        blocks.split_heads(plan, plan.k_form, refs.k_ring, slot, refs.k_split, first_head)
+        blocks.split_heads(plan, plan.v_form, refs.v_ring, slot, refs.v_split, first_head)
+
+    refs.ring[_SPLIT, slot] = 1
+    k = (refs.k_ring if refs.k_split is None else refs.k_split).at[slot]
+    v = (refs.v_ring if refs.v_split is None else refs.v_split).at[slot]
     size = plan.tiles.block_k
 
     @pl.when((place.first_key < 0) | (place.first_key + size > place.length))
@@ -169,14 +177,51 @@ def _load_mask(plan: Plan, refs: _Refs, tile: _Tile, block):
     copy.wait()
 
 
-def _reset(refs: _Refs, m: float):
+def _reset(refs: _Refs):
     refs.acc[...] = jnp.zeros_like(refs.acc)
     refs.l[...] = jnp.zeros_like(refs.l)
-    refs.m[...] = jnp.full_like(refs.m, m)
+    refs.m[...] = jnp.full_like(refs.m, -jnp.inf)
 
 
-def _run_block(plan: Plan, refs: _Refs, k_ref, v_ref, place: Place, tile: _Tile, body, is_first):
-    """Runs the body with number `body`, see masks.body_of; -1 is the safe one."""
+def _clear(plan: Plan, refs: _Refs, row):
+    """acc, l and m of a strip that sees nothing."""
+    count = bodies.strip_rows(plan)
+    rows = pl.ds(row, count)
+
+    def head_body(head, _):
+        refs.acc[head, rows] = jnp.zeros((count, plan.shape.dv), jnp.float32)
+        refs.l[head, rows] = jnp.zeros((count, LANES), jnp.float32)
+        refs.m[head, rows] = jnp.full((count, LANES), -jnp.inf)
+        return 0
+
+    jax.lax.fori_loop(0, plan.tiles.heads, head_body, 0)
+
+
+def _all_live(plan: Plan) -> int:
+    return (1 << plan.tiles.block_q // bodies.strip_rows(plan)) - 1
+
+
+def _for_dead_strips(plan: Plan, refs: _Refs, act):
+    """act(row) for each strip that no body has met yet."""
+    live, count = refs.state[bodies.LIVE], bodies.strip_rows(plan)
+
+    @pl.when(live != _all_live(plan))
+    def _():
+        def body(strip, _):
+            dead = (live >> strip) & 1 == 0
+            pl.when(dead)(lambda: act(pl.multiple_of(strip * count, count)))
+            return 0
+
+        jax.lax.fori_loop(0, plan.tiles.block_q // count, body, 0)
+
+
+def _run_unmasked(plan: Plan, refs: _Refs, k_ref, v_ref, place: Place, body, is_first):
+    """The bodies that touch each strip of a block: full, tail and band."""
+
+    @pl.when((body >= 1) & ~is_first)
+    def _():
+        _for_dead_strips(plan, refs, lambda row: bodies.begin_strip(plan, refs, k_ref, place, row))
+
     for first in (False, True):
         here = is_first == first
 
@@ -196,133 +241,63 @@ def _run_block(plan: Plan, refs: _Refs, k_ref, v_ref, place: Place, tile: _Tile,
             def _(rel=rel, first=first):
                 bodies.band_body(plan, refs, k_ref, v_ref, place, rel, first)
 
+    live = refs.state[bodies.LIVE]
+    refs.state[bodies.LIVE] = jnp.where(body >= 1, _all_live(plan), live)
+
+
+def _run_block(plan: Plan, refs: _Refs, k_ref, v_ref, place: Place, tile: _Tile, body, is_first):
+    """Runs the body with number `body`, see masks.body_of; -1 is the safe one."""
+
+    if not plan.by_strips:
+        _run_unmasked(plan, refs, k_ref, v_ref, place, body, is_first)
+
     @pl.when(body <= 0)
     def _():
         if plan.mask_batch:
             _load_mask(plan, refs, tile, place.block)
 
-    @pl.when(body == 0)
-    def _():
-        pl.when(is_first)(lambda: bodies.start(plan, refs, k_ref, place))
-        bodies.masked_body(plan, refs, k_ref, v_ref, place)
-
+    pl.when(body == 0)(lambda: bodies.masked_body(plan, refs, k_ref, v_ref, place))
     pl.when(body < 0)(lambda: bodies.safe_body(plan, refs, k_ref, v_ref, place))
-
-
-def _finish(plan: Plan, refs: _Refs, tile: _Tile):
-    """Writes out and lse of a tile from acc, l and m; returns whether it must be done again."""
-    rows, heads, step = plan.tiles.block_q, plan.tiles.heads, plan.tiles.store_step
-
-    def some(first, doubts, count: int):
-        """Heads first .. first + count - 1."""
-        for row in range(0, rows, step):
-            at_rows = pl.ds(row, step)
-            lane = jax.lax.broadcasted_iota(jnp.int32, (step, LANES), 1)
-            outs, totals, tops = [], refs.totals[at_rows], refs.tops[at_rows]
-            for i in range(count):
-                out, total, top, doubts = _finish_head(plan, refs, tile, first + i, row, doubts)
-                outs.append(out)
-                totals = jnp.where(lane == first + i, total, totals)
-                tops = jnp.where(lane == first + i, top, tops)
-            refs.totals[at_rows], refs.tops[at_rows] = totals, tops
-            blocks.store_heads(plan, refs.out, first, outs, row)
-        return doubts
-
-    one = jnp.ones((SUBLANES, LANES), jnp.float32)
-    doubts = one, one, jnp.zeros_like(one)
-    if plan.out_form == "bshd":  # strided stores want the head to be known
-        for first in range(0, heads, 2):
-            doubts = some(first, doubts, 2)
-    else:
-        doubts = jax.lax.fori_loop(0, heads, lambda head, doubts: some(head, doubts, 1), doubts)
-    for i in range(0, rows, LANES):
-        at_rows = pl.ds(i, LANES)
-        total = refs.totals[at_rows]
-        lse = jnp.where(total > 0, refs.tops[at_rows] * _LN2 + jnp.log(total), -jnp.inf)
-        lse = jnp.where(total == total, lse, total)
-        refs.lse[:, at_rows] = lse.T[:heads]
-    least, greatest, broken = doubts
-    fine = (least >= _LEAST_SUM) & (greatest <= _GREATEST_SUM) & (broken == 0)
-    return jnp.max(jnp.where(fine, 0, 1))
-
-
-def _finish_head(plan: Plan, refs: _Refs, tile: _Tile, head, row: int, doubts):
-    """(out, denominator, its m, doubts) of some rows; the denominator of a blind row is 0.
-
-    doubts: least sum, greatest sum, and 0 or NaN if all of out is finite or not.
-    """
-    step = plan.tiles.store_step
-    at_rows = pl.ds(row, step)
-    wide = step, LANES  # one value per row stays in all lanes: broadcasts are dear
-    total = jnp.broadcast_to(jnp.sum(refs.l[head, at_rows], axis=1, keepdims=True), wide)
-    m, exists, judged = refs.m[head, at_rows], None, total
-    if plan.shape.sq % plan.tiles.block_q:
-        query = tile.q_id * plan.tiles.block_q + row + jax.lax.broadcasted_iota(jnp.int32, wide, 0)
-        exists = query < plan.shape.sq
-        judged = jnp.where(exists, total, 1.0)
-    sees, share = ~(total <= 0), 1.0  # sees: or is NaN
-    if plan.has_sinks:
-        sink = refs.sinks[tile.group * plan.tiles.heads + head]
-        top = jnp.maximum(m, sink)
-        share = jnp.exp2(m - top)
-        m, total = top, jnp.where(sees, total * share + jnp.exp2(sink - top), 0.0)
-    factor = jnp.where(sees, share / total, 0.0)
-    parts, broken = [], 0.0
-    for i in range(0, plan.shape.dv, LANES):
-        lanes = min(LANES, plan.shape.dv - i)
-        part = refs.acc[head, at_rows, i : i + lanes] * factor[:, :lanes]
-        parts.append(part)
-        nothing = part * 0.0
-        if exists is not None:
-            nothing = jnp.where(exists[:, :lanes], nothing, 0.0)
-        broken = broken + _pad_lanes(nothing.reshape(-1, SUBLANES, lanes).sum(0))
-    by_tile = (-1, SUBLANES, LANES)
-    return (
-        jnp.concatenate(parts, axis=1),
-        total,
-        m,
-        (
-            jnp.minimum(doubts[0], judged.reshape(by_tile).min(0)),
-            jnp.maximum(doubts[1], judged.reshape(by_tile).max(0)),
-            doubts[2] + broken,
-        ),
-    )
-
-
-def _pad_lanes(x):
-    short = -x.shape[1] % LANES
-    return jnp.pad(x, ((0, 0), (0, short))) if short else x
 
 
 def run(*args, plan: Plan, fields: tuple[str, ...]):
     """Grid (core, tile): a tile is block_q queries of `heads` query heads.
 
-    Tiles run in the order batch, head group, query block. q and out blocks come through the grid;
-    blocks of keys are fetched by hand, the next one (or the first one of the next tile) while one
-    is worked on, and only those that hold visible pairs. acc, l and m of the tile stay in VMEM; one
-    grid step alone writes an out and an lse block, so nothing races.
+    Tiles run in the order batch, head group, query block. q blocks come through the grid; blocks of
+    keys are fetched by hand, the next one (or the first one of the next tile) while one is worked
+    on, only those that hold visible pairs, and not again while they are in the ring, where their
+    heads are brought apart once. acc, l and m of the tile stay in VMEM; one grid step alone writes
+    an out block (through the grid, or by DMA where the heads are in parts) and an lse block, so
+    nothing races.
 
     The exponent is not rescaled on the way: 2^(s - m) with a guess of m from the first LANES keys
     is as exact as with the true maximum unless the sum of a row leaves [2^-80, 2^100] or a hidden
     value is not finite. A tile where that happens is done again with a running maximum.
+
+    Static estimates as multiples of the floor, v5e / v6e, bfloat16, and what bounds them:
+    causal 1 x 32/8 x 4096 x 128: 1.26 / 1.49 of 698 / 299 us, the masked half of the blocks on the
+    diagonal, the lane sums of the epilogue; 4 documents in that: 2.1 / 2.5 of 186 / 80 us,
+    edges of documents and of the diagonal (1.5 pairs for a visible one), the epilogue;
+    window 1024, 1 x 16/8 x 8192 x 256: 1.5 / 2.35 of 654 / 142 us, edges (1.25), adding to acc.
     """
-    refs = _Refs(**{"queries": None, **dict(zip(fields, args, strict=False))})
+    given = {"queries": None, **dict(zip(fields, args, strict=False))}
+    q = tuple(given.pop(f"q{i}").at[0] for i in range(plan.head_tiles))
+    refs = _Refs(q=q, **given)
     refs = dataclasses.replace(
         refs,
-        q=refs.q.at[0],
-        out=refs.out.at[0],
+        out=refs.out if refs.out_buf is not None else refs.out.at[0],
         lse=refs.lse.at[0, 0],
-        queries=refs.q.at[0] if refs.queries is None else refs.queries,
+        queries=refs.q[0] if refs.queries is None else refs.queries,
     )
     step = pl.program_id(1)
     index = pl.program_id(0) * plan.core_tiles + step
 
-    @pl.when(step == 0)
-    def _():
-        refs.state[_CURSOR] = 0
-        for i in range(plan.tiles.slots):
-            refs.ring[0, i] = -1
-            refs.ring[1, i] = 0
+    # Selects, as scalar stores under a condition are opaque to static estimates of the schedule.
+    keep = step > 0
+    refs.state[_CURSOR] = jnp.where(keep, refs.state[_CURSOR], 0)
+    for i in range(plan.tiles.slots):
+        for row, value in ((_NAME, -1), (_COMING, 0), (_SPLIT, 0)):
+            refs.ring[row, i] = jnp.where(keep, refs.ring[row, i], value)
 
     @pl.when(index < plan.num_tiles)
     def _():
@@ -336,6 +311,11 @@ def _run_tile(plan: Plan, refs: _Refs, step, index):
     following = dataclasses.replace(
         following, stop=jnp.where(is_last, following.first, following.stop)
     )
+    out = refs.out
+    if refs.out_buf is not None:
+        out_slot = jax.lax.rem(step, 2)
+        out = refs.out_buf.at[out_slot]
+        pl.when(step >= 2)(lambda: epilogue.await_out(plan, refs, index - 2, out_slot))
     first_slot = _fetch(plan, refs, tile, tile.first, -1)
     if plan.q_form != "bhsd":
         blocks.split_queries(plan, refs.q, refs.queries)
@@ -346,10 +326,7 @@ def _run_tile(plan: Plan, refs: _Refs, step, index):
         if ids is not None:
             masks.spread_column(ids, columns, plan.tiles.block_q)
     refs.state[_AGAIN] = 0
-
-    @pl.when(tile.first >= tile.stop)
-    def _():
-        _reset(refs, 0.0)
+    refs.state[bodies.LIVE] = 0
 
     def run(carry):
         _, block, slot, mode = carry
@@ -380,7 +357,8 @@ def _run_tile(plan: Plan, refs: _Refs, step, index):
 
         @pl.when(~more)
         def _():
-            again = _finish(plan, refs, tile)
+            _for_dead_strips(plan, refs, lambda row: _clear(plan, refs, row))
+            again = epilogue.finish(plan, refs, tile, out)
             refs.state[_AGAIN] = jnp.where(mode == _FAST, again, 0)
 
         again = refs.state[_AGAIN] != 0
@@ -395,6 +373,8 @@ def _run_tile(plan: Plan, refs: _Refs, step, index):
     jax.lax.while_loop(
         lambda carry: carry[0], run, (jnp.bool_(True), tile.first, first_slot, jnp.int32(_FAST))
     )
+    if refs.out_buf is not None:
+        epilogue.send_out(plan, refs, step, index, out_slot, is_last)
 
 
 def _restart(plan: Plan, refs: _Refs, tile: _Tile, following: _Tile):
@@ -403,6 +383,7 @@ def _restart(plan: Plan, refs: _Refs, tile: _Tile, following: _Tile):
     pl.when(following.first < following.stop)(
         lambda: _arrive(plan, refs, following, following.first, slot)
     )
-    _reset(refs, -jnp.inf)
+    _reset(refs)
+    refs.state[bodies.LIVE] = _all_live(plan)
     refs.state[_SLOT] = _fetch(plan, refs, tile, tile.first, -1)
     refs.state[_AGAIN] = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -42,13 +41,12 @@ class Tiles:
     heads: int  # query heads of one grid step
     row_step: int  # queries of one matmul
     band_step: int  # the same where the band cuts a block: short for a narrow window
-    store_step: int  # queries of one step of the epilogue
     slots: int  # blocks of keys in flight
     vmem_bytes: int  # estimate
 
     def __post_init__(self):
         assert self.block_q % self.row_step == 0 and self.block_k % LANES == 0, self
-        assert self.block_q % self.store_step == 0 and self.store_step % LANES == 0, self
+        assert self.block_q % LANES == 0, self
         assert self.slots >= 2, self
 
 
@@ -71,6 +69,19 @@ class Shape:
     @property
     def rep(self) -> int:
         return self.hq // self.hkv
+
+    @property
+    def window(self) -> int:
+        """Keys that a query sees by its position, 0 if they are not bounded."""
+        return self.left + 1 + self.right if self.left >= 0 and self.right >= 0 else 0
+
+    @property
+    def by_strips(self) -> bool:
+        """Whether every block takes the general body, which finds the keys of each strip of CHUNK
+        queries: it pays where few blocks are full and many heads stand side by side."""
+        has_work = self.hq * (self.d + self.dv) >= 32 * LANES
+        is_medium = 2 * CHUNK < self.window <= 8 * CHUNK and not self.mask_heads
+        return self.has_ids or (is_medium and has_work)
 
     def kv_heads(self, heads: int) -> int:
         """Key heads that a group of `heads` query heads uses."""
@@ -107,7 +118,7 @@ def vmem_estimate(shape: Shape, block_q: int, block_k: int, heads: int, slots: i
         lanes = round_up(width, LANES)
         if storage(shape.hkv, width) == "bshd":
             total += slots * block_k * max(8, staged_heads(shape.hkv, used)) * lanes * size
-            total += used * block_k * lanes * size
+            total += slots * used * block_k * lanes * size
         elif storage(shape.hkv, width) == "bhsd":
             total += slots * used * block_k * lanes * size
         else:
@@ -143,7 +154,7 @@ def _refuse(shape: Shape, chip: Chip) -> NoReturn:
 def choose(shape: Shape, chip: Chip, **overrides) -> Tiles:
     """Tiles that fit 7/10 of VMEM; `overrides` are for experiments."""
     budget = chip.vmem_bytes * 7 // 10
-    window = shape.left + 1 + max(shape.right, 0) if shape.left >= 0 and shape.right >= 0 else 0
+    window, slots = shape.window, 4 if shape.window else 2
     step = CHUNK if shape.has_ids or shape.mask_heads else LANES
     banded = shape.left >= 0 or shape.right >= 0
     want = 1024 if shape.dtype_bytes == 2 else 512
@@ -158,11 +169,16 @@ def choose(shape: Shape, chip: Chip, **overrides) -> Tiles:
     else:
         block_k = _best_block(shape.sk, want * 3 // 2, max(step, chip.mxu_size))
         block_q = _best_block(shape.sq, want, step)
+    if shape.by_strips:
+        block_q, block_k = min(block_q, CHUNK), min(block_k, 2 * CHUNK)
+        slots = 3 + min(window, shape.sk) // block_k
     block_q = overrides.get("block_q", block_q)
     block_k = overrides.get("block_k", block_k)
-    slots = overrides.get("slots", 4 if window else 2)
+    slots = overrides.get("slots", slots)
     groups = [overrides["heads"]] if "heads" in overrides else head_groups(shape)
-    enough_rows = 16 * 1024 if window and window <= 2 * CHUNK else 8 * 1024
+    enough_rows = 8 * 1024
+    if window and window <= 2 * CHUNK and not shape.has_ids:
+        enough_rows = 16 * 1024
     while True:
         fitting = [
             heads
@@ -188,7 +204,6 @@ def choose(shape: Shape, chip: Chip, **overrides) -> Tiles:
         heads,
         row_step,
         band_step,
-        math.gcd(block_q, CHUNK),
         slots,
         vmem_estimate(shape, block_q, block_k, heads, slots),
     )

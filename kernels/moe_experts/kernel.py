@@ -10,9 +10,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ...tpu_runtime import Chip
+from ...tpu_runtime import SUBLANES, Chip, round_up
 from . import kernel_dense, kernel_gather, tiling
-from .weights import ACTIVATIONS, Layer
+from .products import code_of
+from .weights import Layer
 
 
 def moe_experts_fused(
@@ -23,6 +24,8 @@ def moe_experts_fused(
     down_proj: jax.Array,  # [e, h, i]; [e, i, h] if transposed
     gate_up_bias: jax.Array | None = None,  # [e, 2i]
     down_bias: jax.Array | None = None,  # [e, h]
+    gate_up_scale: jax.Array | None = None,  # [e, 2i] or [e, k_blocks, 2i]
+    down_scale: jax.Array | None = None,  # [e, h] or [e, k_blocks, h]
     *,
     activation: str = "silu",
     transposed: bool = False,
@@ -37,23 +40,36 @@ def moe_experts_fused(
     An id below 0 or from num_experts on (default: all experts held) names no expert here: its slot
     adds exactly zero, whatever its weight. Nothing of a token reaches another token, and nothing of
     an expert a token that did not choose it, NaN and inf included. Sums in f32, rounded once to
-    hidden_states.dtype, which is bfloat16 or float32 and that of the weights. No gradient.
+    hidden_states.dtype, which is bfloat16 or float32 and that of weights without scales; those with
+    scales are stored as `ragged_dot.quantized` says. No gradient.
     """
-    if activation not in ACTIVATIONS:
-        names = sorted(ACTIVATIONS)
-        raise NotImplementedError(f"activation: got {activation!r}, the fused kernel has {names}")
     t, h = hidden_states.shape
+    stored = (stored_as(gate_up_proj, gate_up_scale), stored_as(down_proj, down_scale))
     num_held, i = gate_up_proj.shape[0], down_proj.shape[1 if transposed else 2]
-    topk, dtype = top_k_index.shape[1], gate_up_proj.dtype
+    i *= 2 if stored[1].is_int4 else 1
+    topk, dtype = top_k_index.shape[1], hidden_states.dtype
     if plan is None:
-        plan = tiling.choose(t, topk, num_held, h, i, dtype, transposed, has_gate, chip)
+        plan = choose_plan(
+            hidden_states,
+            top_k_index,
+            gate_up_proj,
+            down_proj,
+            gate_up_scale,
+            down_scale,
+            activation,
+            transposed,
+            has_gate,
+            chip,
+        )
     if plan is None:
         raise NotImplementedError(
             f"[t={t}, topk={topk}, e={num_held}, h={h}, i={i}] {dtype} does not fit {chip.name}: "
             "sort the rows and run two grouped matmuls"
         )
     e = num_held if num_experts is None else min(num_experts, num_held)
-    layer = Layer(t, topk, e, h, i, dtype, activation, transposed, has_gate, plan)
+    layer = Layer(
+        t, topk, e, h, i, dtype, activation, transposed, has_gate, plan, *stored, code_of(chip)
+    )
     if top_k_weights.dtype != jnp.bfloat16:
         top_k_weights = top_k_weights.astype(jnp.float32)
     run = {"dense": kernel_dense.run, "gather": kernel_gather.run}[plan.mode]
@@ -62,12 +78,62 @@ def moe_experts_fused(
         hidden_states,
         top_k_index.astype(jnp.int32),
         top_k_weights,
-        gate_up_proj,
+        layer.view_in(gate_up_proj),
         down_proj,
         _biases(layer, num_held, gate_up_bias, down_bias),
+        (_scales(gate_up_scale), _scales(down_scale)),
         chip,
         interpret,
     )
+
+
+def choose_plan(
+    hidden_states,
+    top_k_index,
+    gate_up_proj,
+    down_proj,
+    gate_up_scale,
+    down_scale,
+    activation,
+    transposed,
+    has_gate,
+    chip,
+) -> tiling.Plan | None:
+    (t, h), topk = hidden_states.shape, top_k_index.shape[1]
+    stored = stored_as(gate_up_proj, gate_up_scale), stored_as(down_proj, down_scale)
+    e, i = down_proj.shape[0], down_proj.shape[1 if transposed else 2]
+    return tiling.choose(
+        t,
+        topk,
+        e,
+        h,
+        i * (2 if stored[1].is_int4 else 1),
+        hidden_states.dtype,
+        transposed,
+        has_gate,
+        chip,
+        gate_up=stored[0],
+        down=stored[1],
+        interleaved=activation == "swiglu_oai",
+    )
+
+
+def stored_as(weight: jax.Array, scale: jax.Array | None) -> tiling.Stored:
+    if scale is None:
+        return tiling.Stored(str(weight.dtype))
+    is_vector = scale.ndim == 2
+    return tiling.Stored(str(weight.dtype), 1 if is_vector else scale.shape[1], is_vector)
+
+
+def _scales(scale: jax.Array | None) -> jax.Array | None:
+    """float32; [e, n] with whole groups of eight experts, which a DMA moves together."""
+    if scale is None:
+        return None
+    scale = scale.astype(jnp.float32)
+    if scale.ndim == 2 and scale.shape[0] % SUBLANES:
+        e = scale.shape[0]
+        scale = jnp.pad(scale, ((0, round_up(e, SUBLANES) - e), (0, 0)))
+    return scale
 
 
 def _biases(layer: Layer, num_held, gate_up_bias, down_bias):
@@ -79,7 +145,7 @@ def _biases(layer: Layer, num_held, gate_up_bias, down_bias):
     if down_bias is None:
         down_bias = jnp.zeros((num_held, layer.h))
     shape_in = (num_held, layer.parts, layer.num_in, 1, layer.part_width)
-    shape_out = (num_held, layer.num_out, 1, layer.plan.tile_h)
+    shape_out = (num_held, layer.h // layer.plan.tile_h, 1, layer.plan.tile_h)
     return (
         gate_up_bias.astype(jnp.float32).reshape(shape_in),
         down_bias.astype(jnp.float32).reshape(shape_out),

@@ -1,17 +1,21 @@
 """Few tokens: every token, in its own place, through every expert that anybody chose.
 
 No grid: one loop over the chosen experts, inside it the gate/up tiles, then the down tiles. x, act
-[num_in, t, ti] and the f32 sum y [num_out, t, th] stay in VMEM; the weights stream past (weights).
-There is no sort, gather or un-sort: a token that did not choose the expert keeps its y by a select,
-so that it gets nothing of it, not even NaN. Race-free: everything but the weights is written and
-read by the one core in program order; y is converted into the single output block after the loop.
-The scalar core looks for the first chosen expert only, starts its DMAs, and lists the other experts
-while they run.
+[cuts, 1 or 2, t, k] and the f32 sum y [num_out, t, th] stay in VMEM; the weights stream past, as
+they are stored (weights). There is no sort, gather or un-sort: a token that did not choose the
+expert keeps its y by a select, so that it gets nothing of it, not even NaN. Race-free: everything
+but the weights is written and read by the one core in program order; y is converted into the single
+output block after the loop. The scalar core looks for the first chosen expert only, starts its
+DMAs, and lists the other experts while they run.
 
-Floor: bytes of the chosen experts. Static estimate, v5e / v6e, bf16, h=2048, i=768, topk=8, as a
-multiple of it: 1 expert, 1 token 1.23 / 1.50 (three DMA latencies and the last tile's matmul); 16
-experts, 64 tokens 1.01 / 1.03; 256 tokens 1.09 / 1.03; 126 experts, 64 tokens 1.00 / 1.00. Bound by
-the HBM until t * (MXU time of a row) exceeds it, near 250 tokens on v5e and 400 on v6e.
+Floor: bytes of the chosen experts. Static estimate, v5e / v6e, h=2048, i=768, topk=8, as a multiple
+of it. bf16: 1 expert, 1 token 1.23 / 1.50 (four DMA latencies and the last tile's matmul); 7
+experts, 8 tokens 1.02 / 1.06; 16 experts, 64 tokens 1.01 / 1.03; 256 tokens 1.09 / 1.03; 126
+experts, 64 tokens 1.00 / 1.00. Bound by the HBM until t * (MXU time of a row) exceeds it, near 250
+tokens on v5e and 400 on v6e. int8, against its own bytes: 8 tokens 1.05 / 1.12; 64
+tokens 1.02 / 1.05, 126 experts 1.00 / 1.01; float8_e4m3fn the same; int8 in blocks of 128, 1.03 /
+1.07. int4: 8 tokens 1.09 / 1.53: there v6e is bound by the weights' way into the MXU, about 500
+cycles for 2^20 of them, which take 600 from the HBM, and by 80 cycles for each DMA.
 
 The idea of visiting each active expert once for all tokens is that of tokamax's fused_moe_decode,
 https://github.com/openxla/tokamax.
@@ -19,13 +23,16 @@ https://github.com/openxla/tokamax.
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...tpu_runtime import SUBLANES
-from .weights import Layer, Stream
+from . import products
+from .weights import MAX_UNROLLED, Layer, Stream, scale_buffers, take_scales
 
 
 def _clamped(layer: Layer, ids_ref, row, col):
@@ -78,24 +85,63 @@ def _unroll(trips: int) -> int:
     return next(u for u in (16, 8, 4, 2, 1) if trips % u == 0)
 
 
-def _kernel(*refs, layer: Layer, has_bias, is_turned, is_x_here):
-    refs = list(refs)
-    ids_smem, ids_ref, w_ref, x_hbm, gate_up, down = refs[:6]
-    bias_in, bias_out = refs[6:8] if has_bias else (None, None)
-    refs = refs[8 if has_bias else 6 :]
-    out_ref, active_ref, seen_ref, ring_in, ring_out, sem_in, sem_out, act_ref, y_ref = refs[:9]
+def _multiply(stream: Stream, visit, num_visits, load_x, biases, act_ref, y_ref, route, chosen):
+    """y += route * the value of the visit's expert, for the tokens that chose it."""
+    layer, plan, expert = stream.layer, stream.layer.plan, stream.expert_of(visit)
+    bias_in, bias_out = biases
+
+    def tile_in(tile, _):
+        stream.wait_in(visit, expert, tile)
+        parts = stream.dot_in(load_x(), visit, tile)
+        if bias_in is not None:
+            parts = [p + bias_in[expert, part, tile] for part, p in enumerate(parts)]
+        layer.store_act(act_ref, slice(None), tile, layer.gated(parts))
+        stream.start_in(visit, tile + plan.ring_in, num_visits)
+        return 0
+
+    def tile_out(tile, _):
+        stream.wait_out(visit, expert, tile)
+        d = stream.dot_out(layer.load_act(act_ref, slice(None), tile), visit, tile)
+        place = 0 if plan.cuts_i else tile
+        if bias_out is not None:
+            bias = bias_out[expert, place]
+            d = d + (jnp.where(tile == 0, bias, 0) if plan.cuts_i else bias)
+        y_ref[place] = jnp.where(chosen, y_ref[place] + route * d, y_ref[place])
+        stream.start_out(visit, tile + plan.ring_out, num_visits)
+        return 0
+
+    _loop(layer.num_in, tile_in)
+    _loop(layer.num_out, tile_out)
+
+
+def _kernel(*refs, layer: Layer, has_bias, has_scales, is_turned, is_x_here):
+    refs = iter(refs)
+    ids_smem, ids_ref, w_ref, x_hbm, gate_up, down = itertools.islice(refs, 6)
+    biases = tuple(itertools.islice(refs, 2)) if has_bias else (None, None)
+    scales_hbm = [next(refs) if has else None for has in has_scales]
+    out_ref, active_ref, seen_ref, ring_in, ring_out, sem_in, sem_out = itertools.islice(refs, 7)
+    act_ref, y_ref = itertools.islice(refs, 2)
+    scales = take_scales(layer, scales_hbm, refs)
     plan = layer.plan
 
     first = _first_expert(layer, ids_smem)
     active_ref[0] = first
     stream = Stream(
-        layer, gate_up, down, ring_in, ring_out, sem_in, sem_out, lambda visit: active_ref[visit]
+        layer,
+        gate_up,
+        down,
+        ring_in,
+        ring_out,
+        sem_in,
+        sem_out,
+        lambda visit: active_ref[visit],
+        *scales,
     )
     stream.start_in(0, 0, first < layer.e)
     if is_x_here:
         x_ref = x_hbm
     else:
-        x_ref, x_sem = refs[9:]
+        x_ref, x_sem = itertools.islice(refs, 2)
         copy_x = pltpu.make_async_copy(x_hbm, x_ref, x_sem)
         copy_x.start()
     stream.start_rest(first < layer.e)
@@ -106,84 +152,82 @@ def _kernel(*refs, layer: Layer, has_bias, is_turned, is_x_here):
     y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
     if not is_x_here:
         copy_x.wait()
+    if layer.gate_up.is_int4:
+        pairs_ref, sums_ref = itertools.islice(refs, 2)
+        pairs_ref[0], pairs_ref[1], _ = pairs = products.split(x_ref[...])
+        sums_ref[...] = products.block_sums(*pairs[:2], layer.gate_up.num_blocks)
+
+    def load_x():
+        if layer.gate_up.is_int4:
+            return products.Pairs(pairs_ref[0], pairs_ref[1], sums_ref[...])
+        return x_ref[...]
 
     def visit_expert(visit, _):
-        expert = active_ref[visit]
-        hit = ids == expert
+        hit = ids == active_ref[visit]
         route = jnp.sum(jnp.where(hit, weights, 0), axis=1, keepdims=True)  # [t, 1]
         chosen = jnp.max(hit.astype(jnp.int32), axis=1, keepdims=True) > 0  # [t, 1]
-
-        def tile_in(tile, _):
-            stream.wait_in(visit, tile)
-            slot = stream.slot_in(visit, tile)
-            parts = [layer.dot(x_ref[...], ring_in[slot, part]) for part in range(layer.parts)]
-            if bias_in is not None:
-                parts = [p + bias_in[expert, part, tile] for part, p in enumerate(parts)]
-            act_ref[tile] = layer.gated(parts)
-            stream.start_in(visit, tile + plan.ring_in, num_active)
-            return 0
-
-        def tile_out(tile, _):
-            stream.wait_out(visit, tile)
-            slot = stream.slot_out(visit, tile)
-            d = bias_out[expert, tile] if bias_out is not None else None
-            for j in range(layer.num_in):
-                cut = slice(j * plan.tile_i, (j + 1) * plan.tile_i)
-                weight = ring_out[slot, cut] if layer.transposed else ring_out[slot, :, cut]
-                part = layer.dot(act_ref[j], weight)
-                d = part if d is None else d + part
-            y_ref[tile] = jnp.where(chosen, y_ref[tile] + route * d, y_ref[tile])
-            stream.start_out(visit, tile + plan.ring_out, num_active)
-            return 0
-
-        _loop(layer.num_in, tile_in)
-        _loop(layer.num_out, tile_out)
+        _multiply(stream, visit, num_active, load_x, biases, act_ref, y_ref, route, chosen)
         return 0
 
     jax.lax.fori_loop(0, num_active, visit_expert, 0)
-    for tile in range(layer.num_out):
+    for tile in range(layer.h // plan.tile_h):
         cut = slice(tile * plan.tile_h, (tile + 1) * plan.tile_h)
         out_ref[:, cut] = y_ref[tile].astype(out_ref.dtype)
 
 
 def _loop(num, body):
     """Few tiles are unrolled: their places in the rings are then static."""
-    if num <= 8:
+    if num <= MAX_UNROLLED:
         for tile in range(num):
             body(tile, 0)
     else:
         jax.lax.fori_loop(0, num, body, 0)
 
 
-def run(layer: Layer, x, ids, weights, gate_up, down, biases, chip, interpret):
+def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, interpret):
     """[t, h] of x [t, h], ids and weights [t, topk]."""
     plan = layer.plan
     is_turned = layer.t > layer.topk  # then XLA keeps [t, topk] with t minor: turning it is free
     if is_turned:
         ids, weights = ids.T, weights.T
     is_x_here = layer.t <= 2 * SUBLANES
+    cuts, pairs, k = layer.act_shape
     vmem, smem, hbm = (pl.BlockSpec(memory_space=s) for s in (pltpu.VMEM, pltpu.SMEM, pl.ANY))
     scratch = [
         pltpu.SMEM((layer.e + 1,), jnp.int32),
         pltpu.SMEM((layer.e + 1,), jnp.int32),
-        pltpu.VMEM(layer.ring_in_shape, layer.dtype),
-        pltpu.VMEM(layer.ring_out_shape, layer.dtype),
+        pltpu.VMEM(layer.ring_in_shape, gate_up.dtype),
+        pltpu.VMEM(layer.ring_out_shape, down.dtype),
         pltpu.SemaphoreType.DMA((plan.ring_in,)),
         pltpu.SemaphoreType.DMA((plan.ring_out,)),
-        pltpu.VMEM((layer.num_in, layer.t, plan.tile_i), layer.dtype),
-        pltpu.VMEM((layer.num_out, layer.t, plan.tile_h), jnp.float32),
+        pltpu.VMEM((cuts, pairs, layer.t, k), layer.dtype),
+        pltpu.VMEM((layer.h // plan.tile_h, layer.t, plan.tile_h), jnp.float32),
+        *scale_buffers(layer, scales),
     ]
     if not is_x_here:
         scratch += [pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA]
+    if layer.gate_up.is_int4:
+        scratch += [
+            pltpu.VMEM((2, layer.t, layer.h // 2), x.dtype),
+            pltpu.VMEM((layer.t, layer.gate_up.num_blocks), jnp.float32),
+        ]
+    given = [scale for scale in scales if scale is not None]
     return pl.pallas_call(
         lambda *refs: _kernel(
-            *refs, layer=layer, has_bias=bool(biases), is_turned=is_turned, is_x_here=is_x_here
+            *refs,
+            layer=layer,
+            has_bias=bool(biases),
+            has_scales=[scale is not None for scale in scales],
+            is_turned=is_turned,
+            is_x_here=is_x_here,
         ),
         out_shape=jax.ShapeDtypeStruct((layer.t, layer.h), x.dtype),
-        in_specs=[smem, vmem, vmem, vmem if is_x_here else hbm, hbm, hbm] + [vmem] * len(biases),
+        in_specs=[smem, vmem, vmem, vmem if is_x_here else hbm, hbm, hbm]
+        + [vmem] * len(biases)
+        + [hbm] * len(given),
         out_specs=vmem,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=chip.vmem_bytes * 9 // 10),
         interpret=interpret,
-        name=f"moe_experts_dense_{layer.dtype}_ti{plan.tile_i}_th{plan.tile_h}",
-    )(ids, ids, weights, x, gate_up, down, *biases)
+        name=f"moe_experts_dense_{layer.stored_name}_ti{plan.tile_i}_th{plan.tile_h}",
+    )(ids, ids, weights, x, gate_up, down, *biases, *given)

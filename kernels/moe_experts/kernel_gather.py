@@ -13,15 +13,17 @@ are read once, however many visits it takes. Race-free: one core in program orde
 once per expert, so the rows added together never meet; each output chunk is written by one DMA
 after the last visit.
 
-Floor: bytes of the chosen experts, x and y. Static estimate with the sort, v5e / v6e, bf16, h=2048,
-i=768, topk=8, as a multiple of it: 128 experts, 4096 tokens 1.19 / 1.03 (v5e is bound by the MXU,
-288 rows computed for 256); 16 experts of 128, 256 tokens 1.04 / 1.08; 512 tokens 1.05 / 1.10,
+Floor: bytes of the chosen experts, x and y. Static estimate with the sort, v5e / v6e, h=2048,
+i=768, topk=8, as a multiple of it. bf16: 128 experts, 4096 tokens 1.18 / 1.03 (v5e is bound by the
+MXU, 288 rows computed for 256); 16 experts of 128, 256 tokens 1.04 / 1.08; 512 tokens 1.05 / 1.10,
 the last writes of y added by hand where the estimator misses them; there the sort of 4096 slots and
-its layout changes cost 4.5 us, and nothing hides them.
+its layout changes cost 4.5 us, and nothing hides them. int4, 64 tokens: 16 experts 1.09 / 1.46 (3.4
+us of sort), 126 experts 1.02 / 1.27, bound on v6e by the weights' way into the MXU.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -30,9 +32,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...tpu_runtime import LANES, SUBLANES, round_up
+from . import products
 from .rows import Rows
 from .tiling import X_SLOTS, key_bits, max_visits, row_sublanes
-from .weights import Layer, Stream
+from .weights import Layer, Stream, scale_buffers, take_scales
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,10 @@ class _Chunks:
         def step(chunk, _):
             self.copy_in(chunk).wait()
             slot = jax.lax.rem(chunk, X_SLOTS)
-            rows.pack(self.buffer.at[slot], chunk * self.rows, self.rows)
+            values = self.buffer[slot]
+            if self.layer.gate_up.is_int4:
+                values = jnp.concatenate(products.split(values)[:2], axis=1)
+            rows.pack(values, chunk * self.rows, self.rows)
             rows.clear(chunk * self.rows, self.rows)
             pl.when(chunk + X_SLOTS < self.num)(lambda: self.copy_in(chunk + X_SLOTS).start())
             return 0
@@ -165,35 +171,36 @@ def _multiply(stream: Stream, rows: Rows, biases, act_ref, m, visit, beside_in, 
     layer, plan = stream.layer, stream.layer.plan
     p, expert, is_first, limit = visit
     bias_in, bias_out = biases or (None, None)
+    half = layer.h // 2
     for tile in range(layer.num_in):
-        pl.when(is_first)(lambda tile=tile: stream.wait_in(p, tile))
+        pl.when(is_first)(lambda tile=tile: stream.wait_in(p, expert, tile))
         lhs = rows.lhs[0:m]
-        parts = [layer.dot(lhs, stream.ring_in[tile, part]) for part in range(layer.parts)]
+        if layer.gate_up.is_int4:
+            lhs = products.Pairs(lhs[:, :half], lhs[:, half:])
+        parts = stream.dot_in(lhs, p, tile)
         if bias_in is not None:
             parts = [x + bias_in[expert, part, tile] for part, x in enumerate(parts)]
-        act_ref[tile, 0:m] = layer.gated(parts)
+        layer.store_act(act_ref, slice(0, m), tile, layer.gated(parts))
         beside_in(tile)
         stream.start_in(p, tile + plan.ring_in, limit)
     for tile in range(layer.num_out):
-        pl.when(is_first)(lambda tile=tile: stream.wait_out(p, tile))
-        d = bias_out[expert, tile] if bias_out is not None else None
-        for j in range(layer.num_in):
-            cut = slice(j * plan.tile_i, (j + 1) * plan.tile_i)
-            weight = stream.ring_out[(tile, cut) if layer.transposed else (tile, slice(None), cut)]
-            part = layer.dot(act_ref[j, 0:m], weight)
-            d = part if d is None else d + part
+        pl.when(is_first)(lambda tile=tile: stream.wait_out(p, expert, tile))
+        d = stream.dot_out(layer.load_act(act_ref, slice(0, m), tile), p, tile)
+        if bias_out is not None:
+            d = d + bias_out[expert, tile]
         rows.spread(d, tile * plan.tile_h)
         beside_out(tile)
         stream.start_out(p, tile + plan.ring_out, limit)
 
 
-def _kernel(*refs, layer: Layer, has_bias, token_bits, slot_bits, is_exact):
-    plan = layer.plan
-    keys_ref, offsets_ref, route_ref, x_hbm, gate_up, down = refs[:6]
-    biases = refs[6:8] if has_bias else ()
-    refs = refs[8 if has_bias else 6 :]
-    out_hbm, active_ref, visits_ref, ring_in, ring_out, sem_in, sem_out = refs[:7]
-    x_rows, y_rows, picked, lhs_ref, d_rows, act_ref, chunks, sem_chunk = refs[7:]
+def _kernel(*refs, layer: Layer, has_bias, has_scales, token_bits, slot_bits, is_exact):
+    plan, refs = layer.plan, iter(refs)
+    keys_ref, offsets_ref, route_ref, x_hbm, gate_up, down = itertools.islice(refs, 6)
+    biases = tuple(itertools.islice(refs, 2)) if has_bias else ()
+    scales_hbm = [next(refs) if has else None for has in has_scales]
+    out_hbm, active_ref, visits_ref, ring_in, ring_out, sem_in, sem_out = itertools.islice(refs, 7)
+    x_rows, y_rows, picked, lhs_ref, d_rows, act_ref, chunks, sem_chunk = itertools.islice(refs, 8)
+    scales = take_scales(layer, scales_hbm, refs)
     rows = Rows(
         layer.t,
         layer.h,
@@ -212,7 +219,7 @@ def _kernel(*refs, layer: Layer, has_bias, token_bits, slot_bits, is_exact):
     chunked.start()
     num_active, num_visits = _list_visits(layer, offsets_ref, active_ref, visits_ref)
     stream = Stream(
-        layer, gate_up, down, ring_in, ring_out, sem_in, sem_out, lambda p: active_ref[p]
+        layer, gate_up, down, ring_in, ring_out, sem_in, sem_out, lambda p: active_ref[p], *scales
     )
     stream.start_in(0, 0, num_active)
     stream.start_rest(num_active)
@@ -287,30 +294,33 @@ def _sort(layer: Layer, ids, weights):
     return keys, offsets, route, token_bits, slot_bits
 
 
-def run(layer: Layer, x, ids, weights, gate_up, down, biases, chip, interpret):
+def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, interpret):
     """[t, h] of x [t, h], ids and weights [t, topk]."""
     plan, m = layer.plan, layer.plan.tile_rows
     keys, offsets, route, token_bits, slot_bits = _sort(layer, ids, weights)
     vmem, smem, hbm = (pl.BlockSpec(memory_space=s) for s in (pltpu.VMEM, pltpu.SMEM, pl.ANY))
     x_sublanes, y_sublanes = (row_sublanes(layer.h, size) for size in (layer.dtype.itemsize, 4))
     held = round_up(layer.t + 1, plan.chunk_rows)
+    cuts, pairs, k = layer.act_shape
+    given = [scale for scale in scales if scale is not None]
     return pl.pallas_call(
         lambda *refs: _kernel(
             *refs,
             layer=layer,
             has_bias=bool(biases),
+            has_scales=[scale is not None for scale in scales],
             token_bits=token_bits,
             slot_bits=slot_bits,
             is_exact=bool(interpret),
         ),
         out_shape=jax.ShapeDtypeStruct((layer.t, layer.h), x.dtype),
-        in_specs=[smem, smem, smem, hbm, hbm, hbm] + [vmem] * len(biases),
+        in_specs=[smem, smem, smem, hbm, hbm, hbm] + [vmem] * len(biases) + [hbm] * len(given),
         out_specs=hbm,
         scratch_shapes=[
             pltpu.SMEM((layer.e + 1,), jnp.int32),
             pltpu.SMEM((3, max_visits(layer.t * layer.topk, layer.e, m) + 2), jnp.int32),
-            pltpu.VMEM(layer.ring_in_shape, layer.dtype),
-            pltpu.VMEM(layer.ring_out_shape, layer.dtype),
+            pltpu.VMEM(layer.ring_in_shape, gate_up.dtype),
+            pltpu.VMEM(layer.ring_out_shape, down.dtype),
             pltpu.SemaphoreType.DMA((plan.ring_in,)),
             pltpu.SemaphoreType.DMA((plan.ring_out,)),
             pltpu.VMEM((held * x_sublanes, LANES), jnp.uint32),
@@ -318,11 +328,12 @@ def run(layer: Layer, x, ids, weights, gate_up, down, biases, chip, interpret):
             pltpu.VMEM((m * x_sublanes, LANES), jnp.uint32),
             pltpu.VMEM((m, layer.h), layer.dtype),
             pltpu.VMEM((m * y_sublanes, LANES), jnp.float32),
-            pltpu.VMEM((layer.num_in, m, plan.tile_i), layer.dtype),
+            pltpu.VMEM((cuts, pairs, m, k), layer.dtype),
             pltpu.VMEM((X_SLOTS, plan.chunk_rows, layer.h), x.dtype),
             pltpu.SemaphoreType.DMA((X_SLOTS,)),
+            *scale_buffers(layer, scales),
         ],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=chip.vmem_bytes * 9 // 10),
         interpret=interpret,
-        name=f"moe_experts_gather_{layer.dtype}_tm{m}_ti{plan.tile_i}_th{plan.tile_h}",
-    )(keys, offsets, route, x, gate_up, down, *biases)
+        name=f"moe_experts_gather_{layer.stored_name}_tm{m}_ti{plan.tile_i}_th{plan.tile_h}",
+    )(keys, offsets, route, x, gate_up, down, *biases, *given)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from ...tpu_runtime import Chip
 from ..ragged_dot import lowering as grouped
-from . import tiling
+from ..ragged_dot import lowering_quantized as quantized
 from .gates import OAI_ALPHA, OAI_LIMIT
-from .kernel import moe_experts_fused
+from .kernel import choose_plan, moe_experts_fused
 
 
 def moe_experts(
@@ -29,6 +29,27 @@ def moe_experts(
     down_proj: jax.Array,  # [e, h, i], [e, i, h] if transposed
     gate_up_bias: jax.Array | None,  # [e, 2i]
     down_bias: jax.Array | None,  # [e, h]
+    *options: Any,  # activation, transposed, has_gate, num_experts
+    chip: Chip,
+    interpret: Any = False,
+) -> jax.Array:  # [t, h]
+    tensors = (hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj)
+    biases = (gate_up_bias, down_bias)
+    return moe_experts_quantized(
+        *tensors, *biases, None, None, *options, chip=chip, interpret=interpret
+    )
+
+
+def moe_experts_quantized(
+    hidden_states: jax.Array,
+    top_k_index: jax.Array,
+    top_k_weights: jax.Array,
+    gate_up_proj: jax.Array,
+    down_proj: jax.Array,
+    gate_up_bias: jax.Array | None,
+    down_bias: jax.Array | None,
+    gate_up_scale: jax.Array | None,  # [e, 2i] or [e, k_blocks, 2i]; None: not quantised
+    down_scale: jax.Array | None,  # [e, h] or [e, k_blocks, h]
     activation: str,
     transposed: bool,
     has_gate: bool,
@@ -38,21 +59,16 @@ def moe_experts(
     interpret: Any = False,
 ) -> jax.Array:  # [t, h]
     (t, h), topk = hidden_states.shape, top_k_index.shape[1]
-    e, i = down_proj.shape[0], down_proj.shape[1 if transposed else 2]
-    if 0 in (t, h, topk, e, i):
+    e = down_proj.shape[0]
+    if 0 in (t, h, topk, *down_proj.shape):
         return _empty_experts(hidden_states, top_k_index, top_k_weights, down_bias, num_experts)
-    plan = None
-    if activation != "swiglu_oai" and hidden_states.dtype != jnp.float16:
-        plan = tiling.choose(t, topk, e, h, i, hidden_states.dtype, transposed, has_gate, chip)
+    arrays = (hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj)
+    more = (gate_up_bias, down_bias, gate_up_scale, down_scale)
+    plan = choose_plan(*arrays[:2], *arrays[3:], *more[2:], activation, transposed, has_gate, chip)
     if plan is not None:
         return moe_experts_fused(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            gate_up_proj,
-            down_proj,
-            gate_up_bias,
-            down_bias,
+            *arrays,
+            *more,
             activation=activation,
             transposed=transposed,
             has_gate=has_gate,
@@ -64,14 +80,25 @@ def moe_experts(
     routing = sort_by_expert(top_k_index, top_k_weights, e, num_experts)
     matmul = _matmul(routing.sizes, transposed, chip, interpret)
     gate = functools.partial(apply_gate, activation=activation, has_gate=has_gate)
-    gate_up = matmul(hidden_states[routing.token], gate_up_proj, gate_up_bias)
+    gate_up = matmul(hidden_states[routing.token], gate_up_proj, gate_up_scale, gate_up_bias)
     act = gate(gate_up.astype(jnp.float32)).astype(hidden_states.dtype)
-    y = matmul(act, down_proj, down_bias)
+    y = matmul(act, down_proj, down_scale, down_bias)
     weighted = _select(routing.is_local, routing.weight[:, None] * y.astype(jnp.float32))
     return _sum_slots(weighted, routing, t, topk).astype(hidden_states.dtype)
 
 
 def moe_experts_backward(
+    grad_out: jax.Array,  # [t, h]
+    *args: Any,  # as of `moe_experts`, and which gradients are needed
+    chip: Chip,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    return moe_experts_quantized_backward(
+        grad_out, *args[:7], None, None, *args[7:], chip=chip, interpret=interpret
+    )
+
+
+def moe_experts_quantized_backward(
     grad_out: jax.Array,  # [t, h]
     hidden_states: jax.Array,
     top_k_index: jax.Array,
@@ -80,6 +107,8 @@ def moe_experts_backward(
     down_proj: jax.Array,
     gate_up_bias: jax.Array | None,
     down_bias: jax.Array | None,
+    gate_up_scale: jax.Array | None,
+    down_scale: jax.Array | None,
     activation: str,
     transposed: bool,
     has_gate: bool,
@@ -110,23 +139,22 @@ def moe_experts_backward(
     if 0 in (t, hidden_states.shape[1], topk, e):
         return tuple(jnp.zeros_like(x) if n else none for x, n in zip(inputs, needs, strict=True))
     routing = sort_by_expert(top_k_index, top_k_weights, e, num_experts)
-    matmul = _matmul(routing.sizes, transposed, chip, interpret)
-    matmul_t = _matmul(routing.sizes, not transposed, chip, interpret)
+    target = {"chip": chip, "interpret": interpret}
+    matmul = _matmul(routing.sizes, transposed, **target)
+    matmul_t = _matmul_t(routing.sizes, transposed, **target)
     gate = functools.partial(apply_gate, activation=activation, has_gate=has_gate)
 
     def weight_grad(inputs: jax.Array, grads: jax.Array) -> jax.Array:
         left, right = (inputs, grads) if transposed else (grads, inputs)
-        return grouped.weight_grad(
-            left, right, routing.sizes, None, e, "default", chip=chip, interpret=interpret
-        )
+        return grouped.weight_grad(left, right, routing.sizes, None, e, "default", **target)
 
     x, grad = hidden_states[routing.token], grad_out[routing.token]
-    gate_up = matmul(x, gate_up_proj, gate_up_bias)
+    gate_up = matmul(x, gate_up_proj, gate_up_scale, gate_up_bias)
     act, gate_vjp = jax.vjp(gate, gate_up.astype(jnp.float32))
     grad_y = _select(routing.is_local, routing.weight[:, None] * grad.astype(jnp.float32))
     grad_y_low = grad_y.astype(dtype)
     # Before the routing weight, so that it serves the weight's own gradient too.
-    grad_act = matmul_t(grad, down_proj, None).astype(jnp.float32)
+    grad_act = matmul_t(grad, down_proj, down_scale).astype(jnp.float32)
     grads = [none] * 6
     if needs_top_k_weights:
         dot = jnp.sum(act * grad_act, axis=-1)
@@ -147,7 +175,7 @@ def moe_experts_backward(
     if needs_gate_up_proj:
         grads[2] = weight_grad(x, grad_gate_up)
     if needs_hidden_states:
-        rows = matmul_t(grad_gate_up, gate_up_proj, None).astype(jnp.float32)
+        rows = matmul_t(grad_gate_up, gate_up_proj, gate_up_scale).astype(jnp.float32)
         grads[0] = _sum_slots(rows, routing, t, topk).astype(dtype)
     return tuple(grads)
 
@@ -201,20 +229,32 @@ def sort_by_expert(
 
 def _matmul(sizes: jax.Array, transposed: bool, chip: Chip, interpret: Any):
     """x[sorted rows] @ weight[expert] + bias; weight is [e, in, out] if `transposed`."""
+    target = {"chip": chip, "interpret": interpret}
 
-    def matmul(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return grouped.ragged_dot(
-            x,
-            weight,
-            sizes,
-            None,
-            bias,
-            not transposed,
-            "default",
-            x.dtype.name,
-            chip=chip,
-            interpret=interpret,
+    def matmul(x: jax.Array, weight: jax.Array, scale, bias) -> jax.Array:
+        static = (not transposed, "default", x.dtype.name)
+        if scale is None:
+            return grouped.ragged_dot(x, weight, sizes, None, bias, *static, **target)
+        return quantized.ragged_dot_quantized(
+            x, weight, scale, sizes, None, bias, *static, **target
         )
+
+    return matmul
+
+
+def _matmul_t(sizes: jax.Array, transposed: bool, chip: Chip, interpret: Any):
+    """grad[sorted rows] @ weight[expert] transposed: from columns out to columns in."""
+    target = {"chip": chip, "interpret": interpret}
+
+    def matmul(grad: jax.Array, weight: jax.Array, scale) -> jax.Array:
+        dtype = grad.dtype.name
+        if scale is None:
+            static = (transposed, "default", dtype)
+            return grouped.ragged_dot(grad, weight, sizes, None, None, *static, **target)
+        static = (not transposed, "default", dtype, True, False)
+        return quantized.ragged_dot_quantized_backward(
+            grad, weight, scale, sizes, None, *static, **target
+        )[0]
 
     return matmul
 

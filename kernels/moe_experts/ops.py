@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.library import CustomOpDef
 
 from ..._ops import add_op_namespace_prefix
 from ...tpu_runtime import checks, define_op, differentiable
+from ..ragged_dot import quantized
 from . import reference
 from .gates import ACTIVATIONS
 
@@ -40,59 +42,48 @@ def moe_experts(
             indices are a ValueError for eager CPU calls, elsewhere they contribute zero too.
         top_k_weights: [t, topk], any float dtype.
         gate_up_proj: [e, 2i, h], gate half first; [e, h, 2i] with `transposed`. With
-            `has_gate=False` it is the up projection alone, i wide. Same dtype as hidden_states.
-        down_proj: [e, h, i]; [e, i, h] with `transposed`.
+            `has_gate=False` it is the up projection alone, i wide. Same dtype as hidden_states, or
+            quantised: int8, float8_e4m3fn, float8_e5m2, or int4 as uint8 that holds two values
+            along h, low nibble first (`quantize_experts` makes them).
+        down_proj: [e, h, i]; [e, i, h] with `transposed`. Quantised or not by itself; int4 holds
+            two values along i.
         gate_up_bias, down_bias: [e, 2i] and [e, h].
         activation: "silu", "gelu", "gelu_tanh", "relu2" (relu squared), or "swiglu_oai" (gpt-oss:
             interleaved gate and up, clamped at 7, (up + 1) * gate * sigmoid(1.702 * gate)).
         num_experts: the sentinel id, by default the number of experts held, e.
-        gate_up_scale, down_scale: scales of quantised weights; not supported yet.
+        gate_up_scale, down_scale: of quantised projections, else None: one scale per output
+            channel, [e, 2i] and [e, h], or per block of consecutive inputs, [e, k_blocks, 2i] and
+            [e, k_blocks, h], in this layout with `transposed` too. Any float dtype.
 
     Returns:
         [t, h] in hidden_states.dtype, a new tensor. float32 accumulation and sum over topk.
 
-    Differentiable once in hidden_states, top_k_weights, the projections and the biases.
+    Differentiable once in hidden_states, top_k_weights, the projections and the biases; quantised
+    projections and their scales have no gradient.
 
     Raises:
         TypeError, ValueError: for an argument of wrong type, rank, size, dtype or device.
-        NotImplementedError: for quantised weights.
+        NotImplementedError: if a quantised projection or a scale requires a gradient.
     """
     checks.require_bool("transposed", transposed)
     checks.require_bool("has_gate", has_gate)
     checks.require_choice("activation", activation, ACTIVATIONS)
     if activation == "swiglu_oai" and not has_gate:
         raise ValueError("has_gate: expected True with activation 'swiglu_oai', got False")
-    if gate_up_scale is not None or down_scale is not None:
-        raise NotImplementedError(
-            "gate_up_scale, down_scale: quantised experts are not supported yet; dequantise the "
-            "projections to hidden_states.dtype first"
-        )
-    checks.require_tensor("hidden_states", hidden_states, 2, checks.FLOATS)
-    checks.require_tensor("top_k_index", top_k_index, 2, checks.INTEGERS)
-    checks.require_tensor("top_k_weights", top_k_weights, 2, checks.FLOATS)
-    checks.require_tensor("gate_up_proj", gate_up_proj, 3, checks.FLOATS)
-    checks.require_tensor("down_proj", down_proj, 3, checks.FLOATS)
-    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
-        if bias is not None:
-            checks.require_tensor(name, bias, 2, checks.FLOATS)
-    checks.require_same_device(
-        hidden_states=hidden_states,
-        top_k_index=top_k_index,
-        top_k_weights=top_k_weights,
-        gate_up_proj=gate_up_proj,
-        down_proj=down_proj,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-    )
-    hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias = checks.promote_under_autocast(
+    tensors = {
+        "hidden_states": hidden_states,
+        "top_k_index": top_k_index,
+        "top_k_weights": top_k_weights,
+        "gate_up_proj": gate_up_proj,
+        "down_proj": down_proj,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+        "gate_up_scale": gate_up_scale,
+        "down_scale": down_scale,
+    }
+    _check_tensors(tensors, transposed)
+    hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias = _one_dtype(
         hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias
-    )
-    checks.require_same_dtype(
-        hidden_states=hidden_states,
-        gate_up_proj=gate_up_proj,
-        down_proj=down_proj,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
     )
     _check_shapes(
         hidden_states,
@@ -106,7 +97,7 @@ def moe_experts(
         has_gate,
     )
     num_experts = _check_num_experts(num_experts, gate_up_proj.shape[0], top_k_index)
-    return _moe_experts(
+    tensors = (
         hidden_states,
         top_k_index.to(torch.int32),
         top_k_weights,
@@ -114,11 +105,49 @@ def moe_experts(
         down_proj,
         gate_up_bias,
         down_bias,
-        activation,
-        transposed,
-        has_gate,
-        num_experts,
     )
+    options = (activation, transposed, has_gate, num_experts)
+    if gate_up_scale is None and down_scale is None:
+        return _moe_experts(*tensors, *options)
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    scales = (None if s is None else s.to(wide) for s in (gate_up_scale, down_scale))
+    return _moe_experts_quantized(*tensors, *scales, *options)
+
+
+def _check_tensors(tensors: dict[str, torch.Tensor | None], transposed: bool) -> None:
+    """Ranks, dtypes and devices, and whether scales and projections go together."""
+    checks.require_tensor("hidden_states", tensors["hidden_states"], 2, checks.FLOATS)
+    checks.require_tensor("top_k_index", tensors["top_k_index"], 2, checks.INTEGERS)
+    checks.require_tensor("top_k_weights", tensors["top_k_weights"], 2, checks.FLOATS)
+    for name in ("gate_up", "down"):
+        weight, scale = tensors[f"{name}_proj"], tensors[f"{name}_scale"]
+        checks.require_tensor(f"{name}_proj", weight, 3, checks.FLOATS + quantized.STORED_DTYPES)
+        quantized.check_scale(f"{name}_proj", weight, f"{name}_scale", scale, not transposed)
+    for name in ("gate_up_bias", "down_bias"):
+        if tensors[name] is not None:
+            checks.require_tensor(name, tensors[name], 2, checks.FLOATS)
+    checks.require_same_device(**tensors)
+
+
+def _one_dtype(hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias):
+    """Float tensors in one dtype (under autocast promoted), quantised projections as they are."""
+    kept = [quantized.is_quantised(weight) for weight in (gate_up_proj, down_proj)]
+    floats = (
+        hidden_states,
+        None if kept[0] else gate_up_proj,
+        None if kept[1] else down_proj,
+        gate_up_bias,
+        down_bias,
+    )
+    x, first, second, *biases = checks.promote_under_autocast(*floats)
+    checks.require_same_dtype(
+        hidden_states=x,
+        gate_up_proj=first,
+        down_proj=second,
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+    )
+    return x, gate_up_proj if kept[0] else first, down_proj if kept[1] else second, *biases
 
 
 def _check_shapes(
@@ -135,15 +164,23 @@ def _check_shapes(
     t, h = hidden_states.shape
     checks.require_shape("top_k_index", top_k_index, (t, top_k_index.shape[1]), "[t, topk]")
     checks.require_shape("top_k_weights", top_k_weights, top_k_index.shape, "[t, topk]")
-    e, i = gate_up_proj.shape[0], down_proj.shape[1 if transposed else 2]
+    e, i = gate_up_proj.shape[0], quantized.num_k(down_proj, not transposed)
     width = 2 * i if has_gate else i
     rows = "2i" if has_gate else "i"
-    if transposed:
-        checks.require_shape("down_proj", down_proj, (e, i, h), "[e, i, h]")
-        checks.require_shape("gate_up_proj", gate_up_proj, (e, h, width), f"[e, h, {rows}]")
-    else:
-        checks.require_shape("down_proj", down_proj, (e, h, i), "[e, h, i]")
-        checks.require_shape("gate_up_proj", gate_up_proj, (e, width, h), f"[e, {rows}, h]")
+    for name, weight, shape, letters in (
+        ("down_proj", down_proj, (h, i), ("h", "i")),
+        ("gate_up_proj", gate_up_proj, (width, h), (rows, "h")),
+    ):
+        n, k = shape
+        means, per = letters, ""
+        if weight.dtype == quantized.INT4:
+            if k % 2:
+                raise ValueError(f"{name}: int4 needs an even {letters[1]}, got {k}")
+            k, per = k // 2, "/2"
+        means = (letters[0], letters[1] + per)
+        if transposed:
+            n, k, means = k, n, means[::-1]
+        checks.require_shape(name, weight, (e, n, k), f"[e, {means[0]}, {means[1]}]")
     if gate_up_bias is not None:
         checks.require_shape("gate_up_bias", gate_up_bias, (e, width), f"[e, {rows}]")
     if down_bias is not None:
@@ -181,67 +218,73 @@ def _fake_backward(
     down_proj,
     gate_up_bias,
     down_bias,
-    activation,
-    transposed,
-    has_gate,
-    num_experts,
-    *needs,
+    *options,
 ) -> tuple[torch.Tensor, ...]:
     inputs = (hidden_states, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    needs = options[-len(inputs) :]
     return tuple(
         x.new_empty(x.shape) if needed else hidden_states.new_empty(0)
         for x, needed in zip(inputs, needs, strict=True)
     )
 
 
-def _load_forward():
-    from .lowering import moe_experts
+def _kernel(name: str):
+    def load():
+        from . import lowering
 
-    return moe_experts
+        return getattr(lowering, name)
 
-
-def _load_backward():
-    from .lowering import moe_experts_backward
-
-    return moe_experts_backward
+    return load
 
 
-_INPUTS = (
+_TENSORS = (
     "Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, "
-    "Tensor down_proj, Tensor? gate_up_bias, Tensor? down_bias, str activation, bool transposed, "
-    "bool has_gate, int num_experts"
+    "Tensor down_proj, Tensor? gate_up_bias, Tensor? down_bias, "
 )
-
-_moe_experts = define_op(
-    add_op_namespace_prefix("moe_experts"),
-    f"({_INPUTS}) -> Tensor",
-    reference=reference.moe_experts,
-    fake=_fake,
-    load_kernel=_load_forward,
+_SCALES = "Tensor? gate_up_scale, Tensor? down_scale, "
+_OPTIONS = "str activation, bool transposed, bool has_gate, int num_experts"
+_NEEDS = (
+    ", bool needs_hidden_states, bool needs_top_k_weights, bool needs_gate_up_proj, "
+    "bool needs_down_proj, bool needs_gate_up_bias, bool needs_down_bias"
 )
+_GRADS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
-_moe_experts_backward = define_op(
-    add_op_namespace_prefix("moe_experts_backward"),
-    f"(Tensor grad_out, {_INPUTS}, bool needs_hidden_states, bool needs_top_k_weights, "
-    "bool needs_gate_up_proj, bool needs_down_proj, bool needs_gate_up_bias, bool needs_down_bias"
-    ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=reference.moe_experts_backward,
-    fake=_fake_backward,
-    load_kernel=_load_backward,
+
+def _define(name: str, tensors: str) -> tuple[CustomOpDef, CustomOpDef]:
+    """The op `name` and its backward; `tensors` starts with those of _TENSORS."""
+    forward = define_op(
+        add_op_namespace_prefix(name),
+        f"({tensors}{_OPTIONS}) -> Tensor",
+        reference=getattr(reference, name),
+        fake=_fake,
+        load_kernel=_kernel(name),
+    )
+    gradient = define_op(
+        add_op_namespace_prefix(f"{name}_backward"),
+        f"(Tensor grad_out, {tensors}{_OPTIONS}{_NEEDS}) -> {_GRADS}",
+        reference=getattr(reference, f"{name}_backward"),
+        fake=_fake_backward,
+        load_kernel=_kernel(f"{name}_backward"),
+    )
+    num_tensors = tensors.count("Tensor")
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:num_tensors])
+        ctx.options = inputs[num_tensors:]
+
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, _, *needs = ctx.needs_input_grad[:7]
+        needs = (x, *needs)
+        grads = gradient(grad_out, *ctx.saved_tensors, *ctx.options, *needs)
+        found = [grad if needed else None for grad, needed in zip(grads, needs, strict=True)]
+        rest = len(ctx.needs_input_grad) - 7
+        return (found[0], None, *found[1:], *[None] * rest)
+
+    differentiable(forward, backward, save=save)
+    return forward, gradient
+
+
+_moe_experts, _moe_experts_backward = _define("moe_experts", _TENSORS)
+_moe_experts_quantized, _moe_experts_quantized_backward = _define(
+    "moe_experts_quantized", _TENSORS + _SCALES
 )
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:7])
-    ctx.options = inputs[7:]
-
-
-def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, _, weights, gate_up, down, gate_up_bias, down_bias, *_ = ctx.needs_input_grad
-    needs = (x, weights, gate_up, down, gate_up_bias, down_bias)
-    grads = _moe_experts_backward(grad_out, *ctx.saved_tensors, *ctx.options, *needs)
-    found = [grad if needed else None for grad, needed in zip(grads, needs, strict=True)]
-    return (found[0], None, *found[1:], None, None, None, None)
-
-
-differentiable(_moe_experts, _backward, save=_save)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..ragged_dot import quantized
 from ..ragged_dot.reference import accumulation_dtype
 from .gates import apply_gate, apply_gate_backward
 
@@ -30,7 +31,19 @@ def _linear(
     return out if bias is None else out + bias
 
 
-def moe_experts(
+def _weight(
+    projection: torch.Tensor,  # of all experts, as stored
+    scale: torch.Tensor | None,
+    e: int,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # [n, k], [k, n] if transposed
+    if scale is None:
+        return projection[e].to(dtype)
+    return quantized.dequantise(projection[e], scale[e], not transposed, dtype)
+
+
+def moe_experts_quantized(
     hidden_states: torch.Tensor,  # [t, h]
     top_k_index: torch.Tensor,  # [t, topk]
     top_k_weights: torch.Tensor,  # [t, topk]
@@ -38,6 +51,8 @@ def moe_experts(
     down_proj: torch.Tensor,  # [e, h, i], [e, i, h] if transposed
     gate_up_bias: torch.Tensor | None,  # [e, 2i]
     down_bias: torch.Tensor | None,  # [e, h]
+    gate_up_scale: torch.Tensor | None,  # [e, 2i] or [e, k_blocks, 2i]
+    down_scale: torch.Tensor | None,  # [e, h] or [e, k_blocks, h]
     activation: str,
     transposed: bool,
     has_gate: bool,
@@ -48,15 +63,17 @@ def moe_experts(
     for e, tokens, slots in _routes(top_k_index, num_experts):
         bias = None if gate_up_bias is None else gate_up_bias[e].to(dtype)
         x = hidden_states[tokens].to(dtype)
-        gate_up = _linear(x, gate_up_proj[e].to(dtype), bias, transposed)
+        w1 = _weight(gate_up_proj, gate_up_scale, e, transposed, dtype)
+        gate_up = _linear(x, w1, bias, transposed)
         act = apply_gate(gate_up, activation, has_gate)
         bias = None if down_bias is None else down_bias[e].to(dtype)
-        y = _linear(act, down_proj[e].to(dtype), bias, transposed)
+        w2 = _weight(down_proj, down_scale, e, transposed, dtype)
+        y = _linear(act, w2, bias, transposed)
         out.index_add_(0, tokens, y * top_k_weights[tokens, slots, None].to(dtype))
     return out.to(hidden_states.dtype)
 
 
-def moe_experts_backward(
+def moe_experts_quantized_backward(
     grad_out: torch.Tensor,  # [t, h]
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -65,6 +82,8 @@ def moe_experts_backward(
     down_proj: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
     activation: str,
     transposed: bool,
     has_gate: bool,
@@ -84,7 +103,8 @@ def moe_experts_backward(
         for position, (x, needed) in enumerate(zip(inputs, needs, strict=True))
     ]
     for e, tokens, slots in _routes(top_k_index, num_experts):
-        w1, w2 = gate_up_proj[e].to(dtype), down_proj[e].to(dtype)
+        w1 = _weight(gate_up_proj, gate_up_scale, e, transposed, dtype)
+        w2 = _weight(down_proj, down_scale, e, transposed, dtype)
         b1 = None if gate_up_bias is None else gate_up_bias[e].to(dtype)
         b2 = None if down_bias is None else down_bias[e].to(dtype)
         x, grad = hidden_states[tokens].to(dtype), grad_out[tokens].to(dtype)
@@ -108,3 +128,12 @@ def moe_experts_backward(
             grads[5][e] = grad_y.sum(0)
     grads[0] = grads[0].to(hidden_states.dtype)
     return tuple(grads)
+
+
+def moe_experts(*args) -> torch.Tensor:
+    """As `moe_experts_quantized`, without scales."""
+    return moe_experts_quantized(*args[:7], None, None, *args[7:])
+
+
+def moe_experts_backward(grad_out: torch.Tensor, *args) -> tuple[torch.Tensor, ...]:
+    return moe_experts_quantized_backward(grad_out, *args[:7], None, None, *args[7:])

@@ -6,14 +6,47 @@ from dataclasses import dataclass, replace
 
 from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
-TILE_BYTES = 2 * MIB  # of one weight tile: enough for full bandwidth, soon there
+TILE_BYTES = 2 * MIB  # of a weight tile, in bfloat16: enough for full bandwidth, soon there
 RING_BYTES = 24 * MIB  # of both rings, when a whole expert does not fit
 EXPERT_BYTES = 40 * MIB  # the largest expert held whole
 SMEM_BYTES = 768 * 1024  # for the sorted slots, of about 1 MiB
 X_SLOTS = 4  # gather: chunks of x (later of y) in flight
 CHUNK_ROWS = 128  # gather: rows of such a chunk
-SMALL_ROWS = 64  # gather: row tile of experts, or of rests of experts, with few rows
+SMALL_ROWS = 64  # gather: row tile of experts, or of rests of experts, with few rows ..
+FEWEST_ROWS = 16  # .. if they have fewer than that on average
 MAX_TILE_ROWS = 512
+PUSH_SECONDS = 0.3e-12  # of a weight into the MXU
+SORT_SECONDS = 3e-6, 1.2e-9  # of slots by expert, before the gather kernel: fixed, and by slot
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a projection lies in HBM."""
+
+    dtype: str  # of the array; "uint8": two int4 values along the contraction in one
+    num_blocks: int = 0  # scales of one output channel; 0: not quantised
+    is_vector: bool = False  # scales are [e, n], not [e, num_blocks, n]
+
+    @property
+    def is_int4(self) -> bool:
+        return self.dtype == "uint8"
+
+    @property
+    def bits(self) -> int:
+        return {"float32": 32, "bfloat16": 16, "float16": 16, "uint8": 4}.get(self.dtype, 8)
+
+    @property
+    def row_unit(self) -> int:
+        """Rows of an array in VMEM that fill a register."""
+        return SUBLANES * 32 // max(self.bits, 8)
+
+    def num_stored(self, k: int) -> int:
+        return k // 2 if self.is_int4 else k
+
+    def scale_bytes(self, n: int) -> int:
+        """Of one expert, as its copy moves it."""
+        rows = SUBLANES if self.is_vector else round_up(self.num_blocks, SUBLANES)
+        return 4 * rows * round_up(n, LANES) if self.num_blocks else 0
 
 
 @dataclass(frozen=True)
@@ -30,6 +63,7 @@ class Plan:
     tile_rows_small: int = 0  # .. and when no more are left
     chunk_rows: int = 0  # gather: rows of x and of y moved at once
     vmem_bytes: int = 0  # estimate
+    cuts_i: bool = False  # a down tile is `tile_i` rows of [i, h], with all columns (tile_h = h)
 
     def __post_init__(self):
         if self.mode not in ("dense", "gather"):
@@ -55,13 +89,21 @@ class _Shape:
     e: int
     h: int
     i: int
-    itemsize: int
+    itemsize: int  # of x
     halves: int  # 2 with a gate
+    gate_up: Stored
+    down: Stored
     chip: Chip
 
     @property
     def expert_bytes(self) -> int:
-        return (self.halves + 1) * self.h * self.i * self.itemsize
+        bits = self.halves * self.gate_up.bits + self.down.bits
+        return self.h * self.i * bits // 8 + self.scale_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        scales_in = self.gate_up.scale_bytes(self.halves * self.i)
+        return scales_in + self.down.scale_bytes(self.h)
 
     @property
     def active(self) -> int:
@@ -86,9 +128,11 @@ class _Shape:
         if self.itemsize == 4:
             flops *= 6  # passes of an exact f32 product
         read = self.expert_bytes / (0.9 * self.chip.hbm_bytes_per_s)
-        # Static estimates: a 128-wide MXU is the bound, a 256-wide one waits for the vector units.
+        # Static estimates: a 128-wide MXU is the bound, a 256-wide one waits for the vector units,
+        # and a weight's way into the MXU takes its time, however few rows there are.
         slack = 1.5 if self.chip.mxu_size > 128 else 1.1
-        return experts * max(read, slack * flops / self.chip.bf16_flops)
+        entry = PUSH_SECONDS * (self.halves + 1) * self.h * self.i
+        return experts * max(read, entry + slack * flops / self.chip.bf16_flops)
 
 
 def row_sublanes(h: int, itemsize: int) -> int:
@@ -107,35 +151,50 @@ def key_bits(t: int, topk: int) -> tuple[int, int]:
     return token_bits, token_bits + max(topk - 1, 0).bit_length()
 
 
-def _tile(size: int, row_bytes: int, tile_bytes: int) -> int:
-    """Largest divisor of size that is a lane multiple within tile_bytes; size itself if odd."""
-    if size % LANES:
+def _tile(size: int, row_bits: int, tile_bits: int, unit: int = LANES) -> int:
+    """Largest divisor of size that is a multiple of unit within tile_bits; size itself if odd."""
+    if size % unit:
         return size
-    units = size // LANES
-    most = max(1, tile_bytes // (LANES * row_bytes))
+    units = size // unit
+    most = max(1, tile_bits // (unit * row_bits))
     fits = [d for d in range(1, units + 1) if units % d == 0 and d <= most]
-    return max(fits, default=1) * LANES
+    return max(fits, default=1) * unit
 
 
-def _rings(shape: _Shape, tile_i: int, tile_h: int) -> tuple[int, int]:
+def _rings(shape: _Shape, plan: Plan) -> Plan:
     """Tiles held of gate/up and of down: a whole expert if it fits, else at least two of each."""
-    num_in, num_out = shape.i // tile_i, shape.h // tile_h
+    num_in = shape.i // plan.tile_i
+    num_out = num_in if plan.cuts_i else shape.h // plan.tile_h
     if shape.expert_bytes <= min(EXPERT_BYTES, shape.budget // 2):
-        return num_in, num_out
+        return replace(plan, ring_in=num_in, ring_out=num_out)
     half = min(RING_BYTES, shape.budget // 2) // 2
-    size_in = shape.halves * tile_i * shape.h * shape.itemsize
-    size_out = tile_h * shape.i * shape.itemsize
-    return min(num_in, max(2, half // size_in)), min(num_out, max(2, half // size_out))
+    size_in, size_out = _tile_bytes(shape, plan)
+    return replace(
+        plan,
+        ring_in=min(num_in, max(2, half // size_in)),
+        ring_out=min(num_out, max(2, half // size_out)),
+    )
+
+
+def _tile_bytes(shape: _Shape, plan: Plan) -> tuple[int, int]:
+    """Of one gate/up tile and of one down tile in VMEM."""
+    lanes_h, lanes_i = round_up(shape.h, LANES), round_up(shape.i, LANES)
+    k_out = round_up(plan.tile_i, LANES) if plan.cuts_i else lanes_i
+    return (
+        shape.halves * plan.tile_i * lanes_h * shape.gate_up.bits // 8,
+        round_up(plan.tile_h, LANES) * k_out * shape.down.bits // 8,
+    )
 
 
 def _ring_bytes(shape: _Shape, plan: Plan) -> int:
-    size = plan.ring_in * shape.halves * plan.tile_i * round_up(shape.h, LANES)
-    return (size + plan.ring_out * plan.tile_h * round_up(shape.i, LANES)) * shape.itemsize
+    size_in, size_out = _tile_bytes(shape, plan)
+    return plan.ring_in * size_in + plan.ring_out * size_out + 2 * shape.scale_bytes
 
 
 def _dense_bytes(shape: _Shape, plan: Plan) -> int:
     t, h, i = round_up(shape.t, 2 * SUBLANES), round_up(shape.h, LANES), round_up(shape.i, LANES)
-    held = t * (2 * h * shape.itemsize + h * 4 + i * shape.itemsize)  # x, result; y; act
+    copies = 3 if shape.gate_up.is_int4 else 2  # of x: the result, even and odd columns
+    held = t * (copies * h * shape.itemsize + h * 4 + i * shape.itemsize)  # and y, act
     columns = shape.halves * round_up(plan.tile_i, LANES) + round_up(plan.tile_h, LANES)
     beside = 2 * t * columns * 4  # results of the matmuls and what is made of them
     narrow = 6 * t * LANES * 4  # ids and weights, both ways round, and their compares
@@ -159,29 +218,61 @@ def _plan_gather(shape: _Shape, base: Plan) -> Plan | None:
     num_slots = shape.t * shape.topk
     smem = 4 * (num_slots + (1 << slot_bits) + 4 * MAX_TILE_ROWS + 8 * shape.e)
     is_whole = base.ring_in * base.tile_i == shape.i and base.ring_out * base.tile_h == shape.h
+    is_whole &= not base.cuts_i
     if (
         shape.h % (words * LANES)
         or not is_whole
-        or shape.t < CHUNK_ROWS
+        or shape.t < 2 * FEWEST_ROWS
         or smem > SMEM_BYTES
         or (shape.e + 1) << slot_bits >= 1 << 31
     ):
         return None
-    tile_rows = max(SMALL_ROWS, round_up(shape.rows_per_expert * 9 // 8, 32))
+    small_rows = SMALL_ROWS if shape.rows_per_expert > SMALL_ROWS // 2 else FEWEST_ROWS
+    tile_rows = max(2 * small_rows, round_up(shape.rows_per_expert * 9 // 8, 32))
     tile_rows = min(tile_rows, MAX_TILE_ROWS)
-    while tile_rows >= SMALL_ROWS:
+    while tile_rows >= small_rows:
         plan = replace(
             base,
             mode="gather",
             tile_rows=tile_rows,
-            tile_rows_small=SMALL_ROWS,
-            chunk_rows=CHUNK_ROWS,
+            tile_rows_small=small_rows,
+            chunk_rows=min(CHUNK_ROWS, round_up(shape.t, FEWEST_ROWS)),
         )
         plan = replace(plan, vmem_bytes=_gather_bytes(shape, plan))
         if plan.vmem_bytes <= shape.budget:
             return plan
         tile_rows -= 32
     return None
+
+
+def _plan_dense(shape: _Shape, transposed: bool, interleaved: bool) -> Plan:
+    """The dense plan, whether it fits or not."""
+    h, i, halves = shape.h, shape.i, shape.halves
+    # With one or two experts the last tile's matmul is not hidden: half the tile costs less. That
+    # matmul takes as long for quantised weights, so tiles are as many numbers, and fewer bytes.
+    tile_bits = 4 * TILE_BYTES if shape.t <= 2 * SUBLANES else 8 * TILE_BYTES
+    bits_in, bits_out = max(shape.gate_up.bits, 16), max(shape.down.bits, 16)
+    # The even and odd columns of a gate's result are each stored at a multiple of the lanes.
+    unit = LANES * (2 if shape.down.is_int4 else 1)
+    tile_i = _tile(i, halves * h * bits_in, tile_bits, unit)
+    tile_h = _tile(h, i * bits_out, tile_bits)
+    is_split = halves == 2 and not interleaved
+    is_split &= i % (LANES if transposed else shape.gate_up.row_unit) == 0
+    plan = Plan("dense", tile_i, tile_h, 1, 1, is_split)
+    if transposed and (h % LANES or i % LANES):
+        # Columns are cut at lanes, rows at registers: gate and up side by side may reach them.
+        width = LANES // (2 if interleaved else 1)
+        unit = max(width, shape.down.row_unit * (2 if shape.down.is_int4 else 1))
+        tile_i = _tile(i, (halves + 1) * h * bits_in // 2, tile_bits, unit)
+        can_cut = interleaved or halves == 1 or is_split
+        if can_cut and tile_i < i and _cuts_blocks(shape.down, i // tile_i):
+            plan = replace(plan, tile_i=tile_i, tile_h=h, cuts_i=True)
+    return _rings(shape, plan)
+
+
+def _cuts_blocks(down: Stored, num: int) -> bool:
+    """Whether `num` cuts of the contraction leave its blocks whole."""
+    return down.num_blocks <= 1 or down.num_blocks % num == 0
 
 
 def choose(
@@ -194,20 +285,23 @@ def choose(
     transposed: bool,
     has_gate: bool,
     chip: Chip,
+    *,
+    gate_up: Stored | None = None,
+    down: Stored | None = None,
+    interleaved: bool = False,
 ) -> Plan | None:
-    """The faster mode that fits; None: sort, and run two grouped matmuls instead."""
+    """The faster mode that fits; None: sort, and run two grouped matmuls instead.
+
+    dtype: of x, and of the projections unless `gate_up` and `down` say otherwise. interleaved:
+    gate and up columns alternate.
+    """
     itemsize = {"bfloat16": 2, "float32": 4}.get(str(dtype))
     if itemsize is None or min(t, topk, e, h, i) < 1:
         return None
-    shape = _Shape(t, topk, e, h, i, itemsize, 2 if has_gate else 1, chip)
-    # With one or two experts the last tile's matmul is not hidden: half the tile costs less.
-    tile_bytes = TILE_BYTES // 2 if t <= 2 * SUBLANES else TILE_BYTES
-    tile_i = _tile(i, shape.halves * h * itemsize, tile_bytes)
-    tile_h = _tile(h, i * itemsize, tile_bytes)
-    if transposed and i % LANES:
-        tile_i = i
-    is_split = has_gate and i % (LANES if transposed else 2 * SUBLANES) == 0
-    dense = Plan("dense", tile_i, tile_h, *_rings(shape, tile_i, tile_h), is_split)
+    stored = Stored(str(dtype))
+    halves = 2 if has_gate else 1
+    shape = _Shape(t, topk, e, h, i, itemsize, halves, gate_up or stored, down or stored, chip)
+    dense = _plan_dense(shape, transposed, interleaved)
     dense = replace(dense, vmem_bytes=_dense_bytes(shape, dense))
     gather = _plan_gather(shape, dense)
 
@@ -220,6 +314,7 @@ def choose(
         options.append((shape.seconds(t, active), dense))
     if gather:
         visits = active * -(-rows // gather.tile_rows)
-        options.append((shape.seconds(min(rows, gather.tile_rows), visits) + 8e-6, gather))
+        sort = SORT_SECONDS[0] + SORT_SECONDS[1] * slots
+        options.append((shape.seconds(min(rows, gather.tile_rows), visits) + sort, gather))
     options = [(seconds, plan) for seconds, plan in options if seconds <= two_step]
     return min(options, key=lambda option: option[0])[1] if options else None

@@ -33,11 +33,7 @@ def ragged_dot(
     if m == 0 or n == 0 or g == 0:
         return jnp.zeros((m, n), dtype)
     if k == 0:
-        if bias is None:
-            return jnp.zeros((m, n), dtype)
-        group_id = local_group_ids(group_sizes, group_offset, g, m)
-        rows = bias[jnp.minimum(group_id, g - 1)].astype(dtype)
-        return jnp.where((group_id < g)[:, None], rows, 0)
+        return rows_of_bias(bias, group_sizes, group_offset, g, (m, n), dtype)
     if lhs.dtype == jnp.float16:
         lhs, rhs, bias, precision = _widen(lhs, rhs, bias)
     kernel_dtype = jnp.float32 if dtype == jnp.float16 else dtype
@@ -45,7 +41,7 @@ def ragged_dot(
         lhs,
         rhs,
         group_sizes,
-        _offset_array(group_offset),
+        offset_array(group_offset),
         bias,
         transpose_rhs=transpose_rhs,
         precision=precision,
@@ -117,13 +113,29 @@ def weight_grad(
         left,
         right,
         group_sizes,
-        _offset_array(group_offset),
+        offset_array(group_offset),
         g,
         precision=precision,
         out_dtype=left.dtype,
         chip=chip,
         interpret=interpret,
     ).astype(dtype)
+
+
+def rows_of_bias(
+    bias: jax.Array | None,  # [g, n]
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    g: int,
+    shape: tuple[int, int],
+    dtype: jnp.dtype,
+) -> jax.Array:  # [m, n]
+    """The result where there is nothing to multiply."""
+    if bias is None:
+        return jnp.zeros(shape, dtype)
+    group_id = local_group_ids(group_sizes, group_offset, g, shape[0])
+    rows = bias[jnp.minimum(group_id, g - 1)].astype(dtype)
+    return jnp.where((group_id < g)[:, None], rows, 0)
 
 
 def bias_grad(
@@ -141,11 +153,11 @@ def local_group_ids(
     """Each row's local group; g for rows of other groups and rows past the last."""
     ends = jnp.cumsum(jnp.maximum(group_sizes, 0))
     group_id = jnp.searchsorted(ends, jnp.arange(m, dtype=ends.dtype), side="right")
-    group_id -= _offset_array(group_offset)[0]
+    group_id -= offset_array(group_offset)[0]
     return jnp.where((group_id >= 0) & (group_id < g), group_id, g)
 
 
-def _offset_array(group_offset: jax.Array | None) -> jax.Array:  # [1]
+def offset_array(group_offset: jax.Array | None) -> jax.Array:  # [1]
     return jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset.reshape(1)
 
 

@@ -8,7 +8,8 @@ import torch
 
 from ..._ops import add_op_namespace_prefix
 from ...tpu_runtime import checks, define_op, differentiable
-from . import reference
+from . import quantized, reference
+from .ops_quantized import ragged_dot_quantized
 
 
 def ragged_dot(
@@ -33,14 +34,19 @@ def ragged_dot(
     Args:
         lhs: [m, k], bfloat16, float16 or float32; float64 on the CPU only.
         rhs: [g, k, n], or [g, n, k] with `transpose_rhs` (as Hugging Face stores experts; never
-            copied). Same dtype as lhs. Any strides.
+            copied). Same dtype as lhs, or quantised as `quantize_experts` stores it: int8,
+            float8_e4m3fn, float8_e5m2, or int4 as uint8 with two values along k, the low nibble
+            first ([g, k/2, n] or [g, n, k/2]). Any strides.
         group_sizes: [g] int32 or int64 (other integers are cast). Sizes that are negative or sum
             past m are a ValueError for eager CPU calls; elsewhere they are clipped to the rows
             there are.
         transpose_rhs: rhs is [g, n, k].
         group_offset: int or 0-d integer tensor: rhs and bias hold groups group_offset ..
             group_offset + g - 1 of at least group_offset + g sizes (an expert-parallel shard).
-        rhs_scale: scales of quantised weights; not supported yet (NotImplementedError).
+        rhs_scale: float scales of quantised weights, [g, n] or [g, k_blocks, n] where k_blocks
+            divides k, for both layouts of rhs; applied in float32. Weights are dequantised next
+            to the matrix unit, never in memory. float32 lhs with precision "default", and the
+            gradient of bfloat16 lhs, round them (or the rows) to bfloat16.
         bias: [g, n], dtype of lhs.
         precision: "default" is the TPU's default (float32 inputs are multiplied in one bfloat16
             pass), "highest" multiplies float32 exactly. No difference for bfloat16, nor on a CPU.
@@ -50,62 +56,76 @@ def ragged_dot(
     Returns:
         [m, n], a new tensor.
 
-    Differentiable once in lhs, rhs and bias: gradients are zero for empty groups and for rows that
-    belong to no group. Inside torch.autocast mixed float dtypes are promoted as torch does.
+    Differentiable once in lhs, bias and rhs that is not quantised: gradients are zero for empty
+    groups and for rows that belong to no group. Inside torch.autocast mixed float dtypes are
+    promoted as torch does.
 
     Raises:
         TypeError, ValueError: for an argument of wrong type, rank, size, dtype or device.
+        NotImplementedError: for quantised weights or scales that require grad.
     """
     transposed = transpose_rhs
     checks.require_bool("transpose_rhs", transposed)
     checks.require_choice("precision", precision, ("default", "highest"))
     checks.require_tensor("lhs", lhs, 2, checks.FLOATS)
-    _refuse_quantised(rhs, rhs_scale)
-    checks.require_tensor("rhs", rhs, 3, checks.FLOATS)
-    checks.require_tensor("group_sizes", group_sizes, 1, checks.INTEGERS)
-    if bias is not None:
-        checks.require_tensor("bias", bias, 2, checks.FLOATS)
-    offset_tensor = group_offset if isinstance(group_offset, torch.Tensor) else None
-    checks.require_same_device(
-        lhs=lhs, rhs=rhs, group_sizes=group_sizes, bias=bias, group_offset=offset_tensor
+    lhs, rhs, bias = _check_operands(
+        lhs, rhs, group_sizes, rhs_scale, bias, group_offset, transposed
     )
-    lhs, rhs, bias = checks.promote_under_autocast(lhs, rhs, bias)
-    checks.require_same_dtype(lhs=lhs, rhs=rhs, bias=bias)
     if out_dtype is None:
         out_dtype = lhs.dtype
     if out_dtype not in checks.FLOATS:
         raise TypeError(f"out_dtype: expected a float torch.dtype, got {out_dtype!r}")
-    g, k_dim, n_dim = rhs.shape[0], *((2, 1) if transposed else (1, 2))
-    if lhs.shape[1] != rhs.shape[k_dim]:
-        layout = "[g, n, k]" if transposed else "[g, k, n]"
+    group_offset = _check_groups(group_sizes, group_offset, rhs.shape[0], lhs.shape[0])
+    tensors = (group_sizes.to(torch.int32), group_offset, bias)
+    static = (transposed, precision, str(out_dtype).removeprefix("torch."))
+    if rhs_scale is None:
+        return _ragged_dot(lhs, rhs, *tensors, *static)
+    scale = rhs_scale.to(reference.accumulation_dtype(lhs.dtype))
+    return ragged_dot_quantized(lhs, rhs, scale, *tensors, *static)
+
+
+def _check_operands(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    rhs_scale: Any,
+    bias: Any,
+    group_offset: Any,
+    transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """lhs, rhs and bias, promoted under autocast, after checking dtypes, devices and shapes."""
+    is_quantised = quantized.is_quantised(rhs)
+    checks.require_tensor("rhs", rhs, 3, quantized.STORED_DTYPES if is_quantised else checks.FLOATS)
+    checks.require_tensor("group_sizes", group_sizes, 1, checks.INTEGERS)
+    if bias is not None:
+        checks.require_tensor("bias", bias, 2, checks.FLOATS)
+    quantized.check_scale("rhs", rhs, "rhs_scale", rhs_scale, transposed)
+    offset_tensor = group_offset if isinstance(group_offset, torch.Tensor) else None
+    checks.require_same_device(
+        lhs=lhs,
+        rhs=rhs,
+        group_sizes=group_sizes,
+        bias=bias,
+        rhs_scale=rhs_scale,
+        group_offset=offset_tensor,
+    )
+    if is_quantised:
+        lhs, bias = checks.promote_under_autocast(lhs, bias)
+        checks.require_same_dtype(lhs=lhs, bias=bias)
+    else:
+        lhs, rhs, bias = checks.promote_under_autocast(lhs, rhs, bias)
+        checks.require_same_dtype(lhs=lhs, rhs=rhs, bias=bias)
+    if lhs.shape[1] != quantized.num_k(rhs, transposed):
+        packed = "/2" if rhs.dtype == quantized.INT4 else ""
+        layout = f"[g, n, k{packed}]" if transposed else f"[g, k{packed}, n]"
         raise ValueError(
             f"rhs: expected {layout} with k = {lhs.shape[1]} as in lhs {tuple(lhs.shape)}, "
             f"got {tuple(rhs.shape)} with transpose_rhs={transposed}"
         )
     if bias is not None:
-        checks.require_shape("bias", bias, (g, rhs.shape[n_dim]), "[g, n]")
-    group_offset = _check_groups(group_sizes, group_offset, g, lhs.shape[0])
-    return _ragged_dot(
-        lhs,
-        rhs,
-        group_sizes.to(torch.int32),
-        group_offset,
-        bias,
-        transposed,
-        precision,
-        str(out_dtype).removeprefix("torch."),
-    )
-
-
-def _refuse_quantised(rhs: Any, rhs_scale: Any) -> None:
-    is_quantised = isinstance(rhs, torch.Tensor) and (
-        not rhs.is_floating_point() or rhs.dtype.itemsize == 1
-    )
-    if rhs_scale is not None or is_quantised:
-        raise NotImplementedError(
-            "rhs, rhs_scale: quantised weights are not supported yet; dequantise them to lhs.dtype "
-            "first: rhs = (rhs * rhs_scale).to(lhs.dtype)"
-        )
+        n = quantized.num_n(rhs, transposed)
+        checks.require_shape("bias", bias, (rhs.shape[0], n), "[g, n]")
+    return lhs, rhs, bias
 
 
 def _check_groups(

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .quantized import dequantise, num_k, num_n
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -84,3 +86,56 @@ def ragged_dot_backward(
         if needs_bias:
             grad_bias[group_id] = grad.sum(0)
     return grad_lhs, grad_rhs, grad_bias
+
+
+def ragged_dot_quantized(
+    lhs: torch.Tensor,  # [m, k]
+    rhs: torch.Tensor,  # as stored: [g, k, n] or [g, n, k], int4 half of k
+    rhs_scale: torch.Tensor,  # [g, n] or [g, k_blocks, n]
+    group_sizes: torch.Tensor,  # [>= g]
+    group_offset: torch.Tensor | None,  # []
+    bias: torch.Tensor | None,  # [g, n]
+    transpose_rhs: bool,
+    precision: str,
+    out_dtype: str,
+) -> torch.Tensor:  # [m, n]
+    """`ragged_dot` with weights dequantised in float32, one group at a time."""
+    del precision
+    m, dtype = lhs.shape[0], accumulation_dtype(lhs.dtype)
+    out = lhs.new_zeros((m, num_n(rhs, transpose_rhs)), dtype=getattr(torch, out_dtype))
+    for group_id, start, stop in row_ranges(group_sizes, group_offset, rhs.shape[0], m):
+        weight = dequantise(rhs[group_id], rhs_scale[group_id], transpose_rhs, dtype)
+        product = lhs[start:stop].to(dtype) @ (weight.T if transpose_rhs else weight)
+        if bias is not None:
+            product += bias[group_id]
+        out[start:stop] = product
+    return out
+
+
+def ragged_dot_quantized_backward(
+    grad_out: torch.Tensor,  # [m, n]
+    rhs: torch.Tensor,
+    rhs_scale: torch.Tensor,
+    group_sizes: torch.Tensor,
+    group_offset: torch.Tensor | None,
+    transpose_rhs: bool,
+    precision: str,
+    dtype: str,
+    needs_lhs: bool,
+    needs_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of lhs and bias in `dtype`; one that is not needed has shape [0]."""
+    del precision
+    (m, n), target = grad_out.shape, {"dtype": getattr(torch, dtype)}
+    wide = accumulation_dtype(target["dtype"])
+    shape = (m, num_k(rhs, transpose_rhs))
+    grad_lhs = grad_out.new_zeros(shape if needs_lhs else (0,), **target)
+    grad_bias = grad_out.new_zeros((rhs.shape[0], n) if needs_bias else (0,), **target)
+    for group_id, start, stop in row_ranges(group_sizes, group_offset, rhs.shape[0], m):
+        grad = grad_out[start:stop].to(wide)
+        if needs_lhs:
+            weight = dequantise(rhs[group_id], rhs_scale[group_id], transpose_rhs, wide)
+            grad_lhs[start:stop] = grad @ (weight if transpose_rhs else weight.T)
+        if needs_bias:
+            grad_bias[group_id] = grad.sum(0)
+    return grad_lhs, grad_bias

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+STORED_ROWS = 32  # rows of a register of one-byte values
 PACKED_ROWS = 16  # rows of a bf16 register, the fewest a dot works on
 TAIL_ROWS = (16, 32, 64, 128, 256)
 MAX_ROWS = 1024  # at 561 flop per byte (v6e) weights should serve 600 rows or more
@@ -14,6 +15,31 @@ WEIGHT_TILE_BYTES = 2 * MIB  # long enough to hide a DMA's start, short enough t
 MAX_WEIGHT_TILE_BYTES = 4 * MIB
 FEW_ROWS = 512  # so few rows need no long dots
 MAX_DOT_MATMULS = 2048  # MXU instructions of one dot, about 4 bundles each
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """How the weights are stored and where their scales apply."""
+
+    num_blocks: int  # of the scales; 1: per channel
+    is_int4: bool
+    is_backward: bool  # lhs is a gradient [m, n], out [m, k], the scales run along the contraction
+    nibble: int = 0  # backward of int4: out has the even (0) or the odd (1) k only
+
+    @property
+    def splits_lhs(self) -> bool:
+        """Even and odd columns of lhs are multiplied by low and high nibbles."""
+        return self.is_int4 and not self.is_backward
+
+    @property
+    def scales_lhs(self) -> bool:
+        """One scale per column of lhs, as its rows are."""
+        return self.is_backward and self.num_blocks == 1
+
+    @property
+    def bytes_per_k(self) -> float:
+        """Of one column of weights, for each column of lhs."""
+        return 0.5 if self.splits_lhs else 1
 
 
 @dataclass(frozen=True)
@@ -65,18 +91,36 @@ def check(tiles: Tiles, n: int, chip: Chip) -> None:
 
 
 def vmem_estimate(
-    tiles: Tiles, k: int, n: int, in_bytes: int, out_bytes: int, transpose_rhs: bool
+    tiles: Tiles,
+    k: int,
+    n: int,
+    in_bytes: int,
+    out_bytes: int,
+    transpose_rhs: bool,
+    quantised: Quantised | None = None,
 ) -> int:
     """Bytes of all buffers plus two float32 results of a dot, which the compiler may spill."""
     k_lanes, cols = round_up(k, LANES), round_up(tiles.cols, LANES)
-    rhs_tile = cols * k_lanes if transpose_rhs else round_up(k, PACKED_ROWS) * cols
+    k_rows = round_up(k, PACKED_ROWS if quantised is None else 2 * STORED_ROWS)
+    rhs_tile = cols * k_lanes if transpose_rhs else k_rows * cols
+    rhs_bytes = in_bytes if quantised is None else quantised.bytes_per_k
     return (
         tiles.lhs_slots * tiles.rows * k_lanes * in_bytes
-        + tiles.slots * rhs_tile * in_bytes
+        + int(tiles.slots * rhs_tile * rhs_bytes)
+        + (0 if quantised is None else _scale_bytes(tiles, k, in_bytes, quantised))
         + (tiles.out_slots + 1) * tiles.rows * cols * out_bytes
         + 32 * (1 + tiles.lhs_slots) * (round_up(n, LANES) + cols)  # partial strips, bias rows
         + 2 * tiles.row_step * round_up(tiles.col_step, LANES) * 4
     )
+
+
+def _scale_bytes(tiles: Tiles, k: int, in_bytes: int, quantised: Quantised) -> int:
+    """Bytes of the scales, of one widened slice of weights, and of the parted rows of int4."""
+    k_lanes, cols = round_up(k, LANES), round_up(tiles.cols, LANES)
+    per_slot = tiles.lhs_slots * k_lanes if quantised.is_backward else tiles.slots * cols
+    widened = k_lanes * round_up(tiles.col_step, LANES) * (in_bytes + 4)
+    pairs = tiles.rows * (k_lanes + 2 * LANES) * in_bytes if quantised.splits_lhs else 0
+    return per_slot * round_up(quantised.num_blocks, SUBLANES) * 4 + widened + pairs
 
 
 def _dot_width(in_bytes: int, chip: Chip) -> int:
@@ -88,13 +132,18 @@ def _dot_width(in_bytes: int, chip: Chip) -> int:
     return chip.mxu_size * (2 if in_bytes == 2 else 1)
 
 
-def _col_step(m: int, k: int, n: int, in_bytes: int, chip: Chip) -> int:
+def _col_step(
+    m: int, k: int, n: int, in_bytes: int, chip: Chip, quantised: Quantised | None
+) -> int:
     """Columns of one dot: two MXU widths, less if k is very long.
 
     With few rows one width is enough, and the dots left when the last weights arrive end sooner.
+    Quantised weights arrive so fast that what a dot costs beside its products counts.
     """
     mxu = chip.mxu_size
     widest = _dot_width(in_bytes, chip) if m > FEW_ROWS else mxu
+    if quantised is not None and m <= FEW_ROWS:
+        widest = 768 if quantised.splits_lhs else 512
     if chip.num_cores > 1:  # every core needs columns
         widest = min(widest, max(LANES, round_up(-(-n // chip.num_cores), LANES)))
     longest = max(LANES, MAX_WEIGHT_TILE_BYTES // (k * in_bytes))
@@ -119,6 +168,7 @@ def choose(
     out_dtype: str,
     transpose_rhs: bool,
     chip: Chip,
+    quantised: Quantised | None = None,
 ) -> Tiles:
     """Tiles for [m, k] times g matrices of [k, n]; m, k, n, g >= 1.
 
@@ -127,13 +177,20 @@ def choose(
     if min(m, k, n, g) < 1:
         raise ValueError(f"m, k, n, g must be positive, got {(m, k, n, g)}")
     in_bytes, out_bytes = DTYPE_BYTES[lhs_dtype], DTYPE_BYTES[out_dtype]
-    col_step = _col_step(m, k, n, in_bytes, chip)
-    tile_bytes = WEIGHT_TILE_BYTES if m > FEW_ROWS else WEIGHT_TILE_BYTES // 2
-    tile_bytes = min(tile_bytes, k * n * in_bytes // 4)
-    step_bytes = k * col_step * in_bytes
-    cols = col_step * max(1, min(tile_bytes // step_bytes, n // chip.num_cores // col_step))
+    col_step = _col_step(m, k, n, in_bytes, chip, quantised)
+    is_narrow = quantised is not None and quantised.splits_lhs
+    tile_bytes = WEIGHT_TILE_BYTES if m > FEW_ROWS or is_narrow else WEIGHT_TILE_BYTES // 2
+    rhs_bytes = in_bytes if quantised is None else quantised.bytes_per_k
+    num_parts = 4
+    if quantised is not None and m <= FEW_ROWS:
+        num_parts = 1 if is_narrow else 3
+    tile_bytes = min(tile_bytes, k * n * rhs_bytes // num_parts)
+    step_bytes = k * col_step * rhs_bytes
+    cols = col_step * max(1, min(int(tile_bytes // step_bytes), n // chip.num_cores // col_step))
 
     row_step = _dot_width(in_bytes, chip)
+    if quantised is not None and (quantised.num_blocks > 1 or m <= FEW_ROWS):
+        row_step = LANES  # blocks have float32 sums of their own; wide dots of few rows are long
     while row_step > PACKED_ROWS and row_step // 2 >= m:
         row_step //= 2
     while row_step > LANES and row_step * col_step * k > MAX_DOT_MATMULS * 16 * chip.mxu_size**2:
@@ -144,7 +201,7 @@ def choose(
         tails = tuple(t for t in TAIL_ROWS if t < row_step)
         lhs_slots = lhs_slots_for(n, cols, slots, chip.num_cores)
         tiles = Tiles(rows, cols, row_step, tails, col_step, slots, 4, lhs_slots)
-        vmem_bytes = vmem_estimate(tiles, k, n, in_bytes, out_bytes, transpose_rhs)
+        vmem_bytes = vmem_estimate(tiles, k, n, in_bytes, out_bytes, transpose_rhs, quantised)
         if vmem_bytes <= vmem_budget(chip):
             return replace(tiles, vmem_bytes=vmem_bytes)
         if rows >= 2 * row_step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -186,27 +187,33 @@ def _check_tables(
         raise ValueError(
             f"sin: expected the shape of cos {tuple(cos.shape)}, got {tuple(sin.shape)}"
         )
-    shapes = f"cos and sin {tuple(cos.shape)} for q {tuple(q.shape)} and unsqueeze_dim {head_axis}"
+    table_shape = tuple(cos.shape)
+
+    def shapes() -> str:  # put into words only for an error: that takes longer than the checks
+        return f"cos and sin {table_shape} for q {tuple(q.shape)} and unsqueeze_dim {head_axis}"
+
     if q.ndim == 3 and cos.ndim == 3 and cos.shape[0] == 1:
         cos, sin = cos[0], sin[0]
     if cos.ndim != q.ndim - 1:
         expected = "[b or 1, s, w]" if q.ndim == 4 else "[t, w] or [1, t, w]"
-        raise ValueError(f"cos: expected {expected}, got {shapes}")
+        raise ValueError(f"cos: expected {expected}, got {shapes()}")
     for name, table in (("cos", cos), ("sin", sin)):
         checks.require_tensor(name, table, q.ndim - 1, checks.FLOATS)
     *batch, length = (q.shape[axis] for axis in range(q.ndim - 1) if axis != head_axis)
     if cos.shape[-2] != length:
-        raise ValueError(f"cos: expected length {length}, got {shapes}")
+        raise ValueError(f"cos: expected length {length}, got {shapes()}")
     if batch and cos.shape[0] not in (1, batch[0]):
-        raise ValueError(f"cos: expected batch 1 or {batch[0]}, got {shapes}")
+        raise ValueError(f"cos: expected batch 1 or {batch[0]}, got {shapes()}")
     half_width = _check_width(q.shape[-1], cos.shape[-1], rotary_dim, shapes)
     dtype = torch.promote_types(cos.dtype, sin.dtype)
     if dtype == torch.float64 and q.dtype != torch.float64:
         dtype = torch.float32
-    return cos.to(dtype), sin.to(dtype), half_width
+    if not cos.dtype == sin.dtype == dtype:
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    return cos, sin, half_width
 
 
-def _check_width(d: int, width: int, rotary_dim: Any, shapes: str) -> bool:
+def _check_width(d: int, width: int, rotary_dim: Any, shapes: Callable[[], str]) -> bool:
     """Whether the tables hold one angle per pair."""
     if rotary_dim is None:
         half_width = 2 * width == d
@@ -216,12 +223,12 @@ def _check_width(d: int, width: int, rotary_dim: Any, shapes: str) -> bool:
         half_width = 2 * width == rotary_dim
         if width != rotary_dim and not half_width:
             raise ValueError(
-                f"rotary_dim: expected the width of cos or twice it, got {rotary_dim}, {shapes}"
+                f"rotary_dim: expected the width of cos or twice it, got {rotary_dim}, {shapes()}"
             )
     if rotary_dim % 2 or rotary_dim > d or rotary_dim < 0:
         raise ValueError(
             f"cos: expected a rotation of an even number of at most d = {d} features, "
-            f"got {rotary_dim} with {shapes}"
+            f"got {rotary_dim} with {shapes()}"
         )
     return half_width
 
