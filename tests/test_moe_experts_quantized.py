@@ -265,9 +265,10 @@ def test_every_stored_value_is_exact_in_the_kernel() -> None:
     import jax.numpy as jnp
     from tpu_kernels.kernels.moe_experts import products
     from tpu_kernels.kernels.moe_experts.tiling import Stored
+    from tpu_kernels.kernels.ragged_dot import dequant
 
     for chip in ("v5e", "v7x", "v4"):
-        code = products.code_of(CHIPS[chip])
+        code = dequant.code_of(CHIPS[chip])
         values = torch.arange(256, dtype=torch.uint8).reshape(32, 8)
         for dtype in (jnp.uint8, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2):
             stored = values.numpy().view(dtype)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ...tpu_runtime import SUBLANES, Chip, round_up
+from ..ragged_dot.dequant import code_of
 from . import kernel_dense, kernel_gather, tiling
-from .products import code_of
 from .weights import Layer
 
 

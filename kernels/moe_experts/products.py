@@ -19,29 +19,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
-from ...tpu_runtime import LANES, Chip
+from ...tpu_runtime import LANES
 from ..ragged_dot import dequant
-
-PACKED_ROWS = 32  # of one-byte values in a register
-MAX_COPIES = 8  # of the rows, one for each block that shares a product
-
-
-class Code(NamedTuple):
-    """A float8 with three bits of mantissa."""
-
-    dtype: jnp.dtype
-    unit: float  # the number whose bits are 1
-
-
-def code_of(chip: Chip) -> Code | None:
-    """The one that the MXU takes without a correction."""
-    if "float8_e4m3fn" in chip.native_matmul:
-        return Code(jnp.float8_e4m3fn, 2.0**-9)
-    if "float8_e5m2" in chip.native_matmul:  # v5e to v6e take this one too
-        return Code(jnp.float8_e4m3b11fnuz, 2.0**-13)
-    return None
 
 
 class Pairs(NamedTuple):
@@ -74,7 +54,7 @@ def dot(
     *,
     transposed: bool,  # [n, k]
     precision: jax.lax.Precision,
-    code: Code | None,
+    code: dequant.Code | None,
 ) -> jax.Array:  # float32 [m, n]
     """rows @ (weight * scale)."""
     is_pairs = isinstance(rows, Pairs)
@@ -82,7 +62,9 @@ def dot(
     num_blocks, k = scale.shape[0], parts[0].shape[1]
     block = k // num_blocks  # of columns of a part
     is_direct = parts[0].dtype == jnp.bfloat16 and code is not None and k % num_blocks == 0
-    is_direct &= weight.shape[0] % PACKED_ROWS == 0 if is_pairs else weight.dtype != jnp.int8
+    is_direct &= (
+        weight.shape[0] % dequant.REGISTER_ROWS == 0 if is_pairs else weight.dtype != jnp.int8
+    )
     has_lanes = num_blocks == 1 or block % LANES == 0
     if not is_direct or not (has_lanes or _fits_lanes(block, k)):
         return dequant.dot(
@@ -92,14 +74,14 @@ def dot(
             transposed=transposed,
             precision=precision,
         )
-    weights = _codes(weight, code.dtype) if is_pairs else (weight,)
+    weights = dequant.codes(weight, code) if is_pairs else (weight,)
     sums = None
     if is_pairs:
         sums = block_sums(*parts, num_blocks) if rows.sums is None else rows.sums
     total, step = None, block if has_lanes else LANES
     for first in range(0, k, step):
         cut = slice(first, first + step)
-        copies = [_copies(part[:, cut], block) for part in parts]
+        copies = [dequant.repeat(part[:, cut], block) for part in parts]
         value = sum(
             _dot(copy, w[:, cut] if transposed else w[cut], transposed)
             for copy, w in zip(copies, weights, strict=True)
@@ -117,28 +99,9 @@ def dot(
 
 def _fits_lanes(block: int, k: int) -> bool:
     """Whether a few blocks fill the lanes."""
-    return LANES % block == 0 and LANES // block <= MAX_COPIES and k % LANES == 0
-
-
-def _copies(rows: jax.Array, block: int) -> jax.Array:
-    """[m * k / block, k] of rows [m, k]: copy i has the columns of block i, and zeros elsewhere."""
-    num = rows.shape[1] // block
-    if num == 1:
-        return rows
-    block_id = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1) // block
-    return jnp.concatenate(
-        [jnp.where(block_id == i, rows, jnp.zeros_like(rows)) for i in range(num)], axis=0
-    )
+    return LANES % block == 0 and LANES // block <= dequant.MAX_COPIES and k % LANES == 0
 
 
 def _dot(rows, weight, transposed: bool):
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
     return jax.lax.dot_general(rows, weight, dims, preferred_element_type=jnp.float32)
-
-
-def _codes(packed: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """(value + 8) * unit of the low and of the high nibbles."""
-    words = pltpu.bitcast(packed, jnp.int32)
-    return tuple(
-        pltpu.bitcast((nibbles & 0x0F0F0F0F) ^ 0x08080808, dtype) for nibbles in (words, words >> 4)
-    )

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...tpu_runtime import LANES, SUBLANES
+from ..ragged_dot import dequant
 from . import products
 from .activations import ACTIVATIONS, swiglu_oai
 from .tiling import Plan, Stored
@@ -50,7 +51,7 @@ class Layer:
     plan: Plan
     gate_up: Stored
     down: Stored
-    code: products.Code | None
+    code: dequant.Code | None
 
     @property
     def num_in(self) -> int:

@@ -179,12 +179,12 @@ def _unscaled(
 def _operands(weight: jax.Array, dtype: jnp.dtype, code: Code | None) -> tuple[jax.Array, ...]:
     """The weights of each part of lhs, for int4 with a code 8 more and in its units."""
     if is_int4(weight.dtype):
-        return unpack_int4(weight, dtype) if code is None else _codes(weight, code)
+        return unpack_int4(weight, dtype) if code is None else codes(weight, code)
     is_direct = code is not None and weight.dtype != jnp.int8
     return (weight if is_direct else widen(weight, dtype),)
 
 
-def _codes(packed: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
+def codes(packed: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
     """(value + 8) * code.unit of the low and of the high nibbles.
 
     The subnormals and the first binade of a float8 with three bits of mantissa are one ladder: read
@@ -211,7 +211,7 @@ def _dot_by_block(
     total = None
     for start in range(0, k, width):
         size = min(width, k - start)
-        chunks = [_repeat(part, block) for part in _columns(parts, start, size)]
+        chunks = [repeat(part, block) for part in _columns(parts, start, size)]
         rows = _range_of_k(weight, start, size, transposed)
         sums = _unscaled(chunks, rows, transposed, precision, code)
         for i in range(size // block):
@@ -221,7 +221,7 @@ def _dot_by_block(
     return total
 
 
-def _repeat(lhs: jax.Array, block: int) -> jax.Array:
+def repeat(lhs: jax.Array, block: int) -> jax.Array:
     """Copies of lhs [m, k] below each other, the i-th with the columns of block i only."""
     num_copies = lhs.shape[1] // block
     if num_copies == 1:
