@@ -15,6 +15,7 @@ WORKER = Path(__file__).with_name("torch_tpu_worker.py")
 # Pallas kernels each program must contain: forward, and what its backward launches.
 KERNELS = {
     "moe_experts_quantized": 5,  # the fused layer; gate/up again, and three backwards
+    "quantized_ragged_dot": 2,  # forward and the gradient of lhs
     "ragged_dot": 3,
     "moe_experts": 6,
     "rms_norm": 6,
