@@ -19,8 +19,7 @@ def test_quickstart_runs_to_the_end() -> None:
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     out = result.stdout
-    assert re.search(r"_ragged_dot_tpu_cpu_[0-9a-f]{7} with experts_forward, moe_experts", out)
-    for name in ("attention_tpu", "rmsnorm_tpu", "rotary_tpu"):
+    for name in ("ragged_dot_tpu", "attention_tpu", "rmsnorm_tpu", "rotary_tpu"):
         assert re.search(rf"_{name}_cpu_[0-9a-f]{{7}} with ", out)
     assert len(re.findall(r"logits \S+, gradients of \d+ parameters", out)) == 3
     for chip in ("v5e", "v6e"):
