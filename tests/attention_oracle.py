@@ -71,11 +71,3 @@ def gradients(out: torch.Tensor, grad_out: torch.Tensor, inputs: list[torch.Tens
     """Gradients of sum(out * grad_out), zeros for inputs that do not take part."""
     grads = torch.autograd.grad(out, inputs, grad_out.to(out.dtype), allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)]
-
-
-def split_packed(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> list[tuple[slice, slice]]:
-    """(rows, keys) of every sequence."""
-    return [
-        (slice(*cu_seqlens_q[i : i + 2]), slice(*cu_seqlens_k[i : i + 2]))
-        for i in range(len(cu_seqlens_q) - 1)
-    ]

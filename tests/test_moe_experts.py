@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import EXPERTS_EDGE, ExpertsCase, experts_inputs, ids
+from experts_oracle import gate
 from interpret import run_kernel
 from tpu_kernels.kernels.moe_experts import ops, reference
 from tpu_kernels.kernels.moe_experts.ops import moe_experts
@@ -43,22 +44,6 @@ def dense(case: ExpertsCase, inputs: dict) -> torch.Tensor:
             y = y + inputs["down_bias"][e]
         out = out + y * torch.where(index == e, weights, 0).sum(-1, keepdim=True)
     return out
-
-
-def gate(z: torch.Tensor, case: ExpertsCase) -> torch.Tensor:
-    if case.activation == "swiglu_oai":
-        linear, up = z[:, ::2].clamp(max=7.0), z[:, 1::2].clamp(-7.0, 7.0)
-        return (up + 1) * linear * torch.sigmoid(1.702 * linear)
-    activate = {
-        "silu": torch.nn.functional.silu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        "relu2": lambda x: torch.relu(x) ** 2,
-    }[case.activation]
-    if not case.has_gate:
-        return activate(z)
-    linear, up = z.chunk(2, dim=-1)
-    return activate(linear) * up
 
 
 def exact(case: ExpertsCase, inputs: dict, grad_out: torch.Tensor) -> tuple[torch.Tensor, dict]:

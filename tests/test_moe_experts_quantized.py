@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from cases import ExpertsCase, experts_inputs, ids
+from experts_oracle import gate
 from hypothesis import given
 from hypothesis import strategies as st
 from interpret import run_kernel
@@ -108,21 +109,6 @@ def widened(weight: torch.Tensor, scale: torch.Tensor | None, transposed: bool) 
         scale = scale[:, None]
     block = weight.shape[1] // scale.shape[1]
     return weight.double() * scale.double().repeat_interleave(block, dim=1)
-
-
-def gate(z: torch.Tensor, layer: ExpertsCase) -> torch.Tensor:
-    if layer.activation == "swiglu_oai":
-        linear, up = z[:, ::2].clamp(max=7.0), z[:, 1::2].clamp(-7.0, 7.0)
-        return (up + 1) * linear * torch.sigmoid(1.702 * linear)
-    activate = {
-        "silu": torch.nn.functional.silu,
-        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        "relu2": lambda x: torch.relu(x) ** 2,
-    }[layer.activation]
-    if not layer.has_gate:
-        return activate(z)
-    linear, up = z.chunk(2, dim=-1)
-    return activate(linear) * up
 
 
 def exact(case: Quantised, inputs: dict, grad_out: torch.Tensor) -> tuple[torch.Tensor, dict]:

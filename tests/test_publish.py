@@ -13,7 +13,6 @@ from local_hub import LocalHub, Repo
 from publish_world import CHANGES, COMMON, NAME, REPO, World, code_of, git, make_release, run
 from tiny_kernel import FILES, build, make_repository
 
-SOURCE = "warning: build.toml [general] names no source, so users see no link to the code\n"
 METADATA = f"build/{NAME}/build/torch-cpu/metadata.json"
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from . import masks
+from .plan import MaskPlan
 from .tiling import Shape
 from .tiling_bwd import Tiles, is_whole
 
@@ -15,7 +16,7 @@ _div, _rem = jax.lax.div, jax.lax.rem
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(MaskPlan):
     """Shapes, options and tiles of one call."""
 
     b: int
@@ -80,14 +81,6 @@ class Plan:
     @property
     def core_steps(self) -> int:
         return -(-self.num_jobs // self.num_cores) * self.job_steps
-
-    @property
-    def has_band(self) -> bool:
-        return self.shape.left >= 0 or self.shape.right >= 0
-
-    @property
-    def has_ids(self) -> bool:
-        return self.has_segments or self.has_positions
 
     @property
     def dk_form(self) -> str:

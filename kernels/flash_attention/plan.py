@@ -13,8 +13,24 @@ from . import tiling
 from .tiling import CHUNK, Shape, Tiles
 
 
+class MaskPlan:
+    """What `masks` asks of a plan, forward or backward."""
+
+    shape: Shape
+    has_segments: bool
+    has_positions: bool
+
+    @property
+    def has_band(self) -> bool:
+        return self.shape.left >= 0 or self.shape.right >= 0
+
+    @property
+    def has_ids(self) -> bool:
+        return self.has_segments or self.has_positions
+
+
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(MaskPlan):
     """Shapes, options and tiles of one call."""
 
     b: int
@@ -79,14 +95,6 @@ class Plan:
     @property
     def core_tiles(self) -> int:
         return -(-self.num_tiles // self.num_cores)
-
-    @property
-    def has_band(self) -> bool:
-        return self.shape.left >= 0 or self.shape.right >= 0
-
-    @property
-    def has_ids(self) -> bool:
-        return self.has_segments or self.has_positions
 
     @property
     def num_k(self) -> int:

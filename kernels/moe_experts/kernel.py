@@ -31,7 +31,7 @@ def moe_experts_fused(
     transposed: bool = False,
     has_gate: bool = True,
     num_experts: int | None = None,
-    plan: tiling.Plan | None = None,
+    plan: tiling.Plan,  # of `choose_plan`
     chip: Chip,
     interpret=False,
 ) -> jax.Array:  # [t, h]
@@ -48,24 +48,6 @@ def moe_experts_fused(
     num_held, i = gate_up_proj.shape[0], down_proj.shape[1 if transposed else 2]
     i *= 2 if stored[1].is_int4 else 1
     topk, dtype = top_k_index.shape[1], hidden_states.dtype
-    if plan is None:
-        plan = choose_plan(
-            hidden_states,
-            top_k_index,
-            gate_up_proj,
-            down_proj,
-            gate_up_scale,
-            down_scale,
-            activation,
-            transposed,
-            has_gate,
-            chip,
-        )
-    if plan is None:
-        raise NotImplementedError(
-            f"[t={t}, topk={topk}, e={num_held}, h={h}, i={i}] {dtype} does not fit {chip.name}: "
-            "sort the rows and run two grouped matmuls"
-        )
     e = num_held if num_experts is None else min(num_experts, num_held)
     layer = Layer(
         t, topk, e, h, i, dtype, activation, transposed, has_gate, plan, *stored, code_of(chip)
@@ -99,6 +81,7 @@ def choose_plan(
     has_gate,
     chip,
 ) -> tiling.Plan | None:
+    """None: no plan fits the chip; sort the rows and run two grouped matmuls."""
     (t, h), topk = hidden_states.shape, top_k_index.shape[1]
     stored = stored_as(gate_up_proj, gate_up_scale), stored_as(down_proj, down_scale)
     e, i = down_proj.shape[0], down_proj.shape[1 if transposed else 2]

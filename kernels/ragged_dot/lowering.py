@@ -27,6 +27,7 @@ def ragged_dot(
     *,
     chip: Chip,
     interpret: Any = False,
+    **quantisation: Any,  # of rhs, as `ragged_dot_fwd` takes it
 ) -> jax.Array:  # [m, n]
     (m, k), g, n = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     dtype = jnp.dtype(out_dtype)
@@ -35,7 +36,8 @@ def ragged_dot(
     if k == 0:
         return rows_of_bias(bias, group_sizes, group_offset, g, (m, n), dtype)
     if lhs.dtype == jnp.float16:
-        lhs, rhs, bias, precision = _widen(lhs, rhs, bias)
+        precision = "highest"
+        lhs, rhs, bias = map(_widen, (lhs, rhs, bias))
     kernel_dtype = jnp.float32 if dtype == jnp.float16 else dtype
     return ragged_dot_fwd(
         lhs,
@@ -48,6 +50,7 @@ def ragged_dot(
         out_dtype=kernel_dtype,
         chip=chip,
         interpret=interpret,
+        **quantisation,
     ).astype(dtype)
 
 
@@ -108,7 +111,8 @@ def weight_grad(
     if 0 in (m, p, q, g):
         return jnp.zeros((g, p, q), dtype)
     if dtype == jnp.float16:
-        left, right, _, precision = _widen(left, right, None)
+        precision = "highest"
+        left, right = map(_widen, (left, right))
     return ragged_dot_weight_grad(
         left,
         right,
@@ -161,7 +165,6 @@ def offset_array(group_offset: jax.Array | None) -> jax.Array:  # [1]
     return jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset.reshape(1)
 
 
-def _widen(lhs, rhs, bias):
-    """float16 operands as float32 with exact products: Mosaic has no float16."""
-    wide = (None if x is None else x.astype(jnp.float32) for x in (lhs, rhs, bias))
-    return *wide, "highest"
+def _widen(x: jax.Array | None) -> jax.Array | None:
+    """float16 as float32, for exact products: Mosaic has no float16. Stored weights stay."""
+    return x.astype(jnp.float32) if x is not None and x.dtype == jnp.float16 else x

@@ -6,7 +6,7 @@ a time, so a NaN in one group's rows or weights cannot reach another group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -44,12 +44,29 @@ def ragged_dot(
     out_dtype: str,
 ) -> torch.Tensor:  # [m, n]
     del precision  # the CPU multiplies float32 exactly
-    m, n = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     dtype = accumulation_dtype(lhs.dtype)
-    out = lhs.new_zeros((m, n), dtype=getattr(torch, out_dtype))
-    for group_id, start, stop in row_ranges(group_sizes, group_offset, rhs.shape[0], m):
+
+    def weight_of(group_id: int) -> torch.Tensor:
         weight = rhs[group_id].to(dtype)
-        product = lhs[start:stop].to(dtype) @ (weight.T if transpose_rhs else weight)
+        return weight.T if transpose_rhs else weight
+
+    shape = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    return _multiply(lhs, weight_of, shape, group_sizes, group_offset, bias, out_dtype)
+
+
+def _multiply(
+    lhs: torch.Tensor,  # [m, k]
+    weight_of: Callable[[int], torch.Tensor],  # of a group, [k, n] in the dtype of accumulation
+    shape: tuple[int, int],  # g, n
+    group_sizes: torch.Tensor,
+    group_offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: str,
+) -> torch.Tensor:  # [m, n]
+    (g, n), m, dtype = shape, lhs.shape[0], accumulation_dtype(lhs.dtype)
+    out = lhs.new_zeros((m, n), dtype=getattr(torch, out_dtype))
+    for group_id, start, stop in row_ranges(group_sizes, group_offset, g, m):
+        product = lhs[start:stop].to(dtype) @ weight_of(group_id)
         if bias is not None:
             product += bias[group_id]
         out[start:stop] = product
@@ -101,15 +118,14 @@ def ragged_dot_quantized(
 ) -> torch.Tensor:  # [m, n]
     """`ragged_dot` with weights dequantised in float32, one group at a time."""
     del precision
-    m, dtype = lhs.shape[0], accumulation_dtype(lhs.dtype)
-    out = lhs.new_zeros((m, num_n(rhs, transpose_rhs)), dtype=getattr(torch, out_dtype))
-    for group_id, start, stop in row_ranges(group_sizes, group_offset, rhs.shape[0], m):
+    dtype = accumulation_dtype(lhs.dtype)
+
+    def weight_of(group_id: int) -> torch.Tensor:
         weight = dequantise(rhs[group_id], rhs_scale[group_id], transpose_rhs, dtype)
-        product = lhs[start:stop].to(dtype) @ (weight.T if transpose_rhs else weight)
-        if bias is not None:
-            product += bias[group_id]
-        out[start:stop] = product
-    return out
+        return weight.T if transpose_rhs else weight
+
+    shape = rhs.shape[0], num_n(rhs, transpose_rhs)
+    return _multiply(lhs, weight_of, shape, group_sizes, group_offset, bias, out_dtype)
 
 
 def ragged_dot_quantized_backward(
