@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tpu_kernels.kernels.ragged_dot.quantized import (
+    STORED_DTYPES,
     dequantize_experts,
-    is_quantised,
     pack_int4,
     quantize_experts,
     unpack_int4,
@@ -29,7 +29,7 @@ def test_round_trip(stored: str, step: float, block: int | None, transposed: boo
     stored_weight, scale = quantize_experts(
         weight.mT if transposed else weight, stored, block, transposed=transposed
     )
-    assert is_quantised(stored_weight) and scale.dtype == torch.float32
+    assert stored_weight.dtype in STORED_DTYPES and scale.dtype == torch.float32
     assert scale.shape == ((3, 20) if block is None else (3, 3, 20))
     back = dequantize_experts(stored_weight, scale, transposed=transposed)
     back = back.mT if transposed else back

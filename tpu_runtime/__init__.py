@@ -4,7 +4,7 @@ Importing it imports neither JAX nor torch_tpu, opens no device and changes no c
 """
 
 from .chips import CHIPS, LANES, MIB, SUBLANES, Chip, round_up
-from .define import define_op, differentiable
+from .define import define_op
 from .device import current_chip, is_tpu_available
 from .errors import (
     ForkedAfterJaxError,
@@ -29,7 +29,6 @@ __all__ = [
     "UnsupportedDtypeError",
     "current_chip",
     "define_op",
-    "differentiable",
     "is_tpu_available",
     "round_up",
 ]

@@ -5,7 +5,9 @@ Every message names the argument, what was expected and what was got.
 
 from __future__ import annotations
 
+import functools
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,17 +43,38 @@ def require_shape(name: str, value: torch.Tensor, shape: tuple[int, ...], means:
 
 
 def require_same_device(**tensors: torch.Tensor | None) -> None:
-    if len({value.device for value in tensors.values() if value is not None}) > 1:
-        present = ((name, value) for name, value in tensors.items() if value is not None)
-        devices = ", ".join(f"{name} on {value.device}" for name, value in present)
-        raise ValueError(f"expected all tensors on one device, got {devices}")
+    device = None
+    for value in tensors.values():
+        if value is None:
+            continue
+        if device is None:
+            device = value.device
+        elif value.device != device:
+            present = ((name, value) for name, value in tensors.items() if value is not None)
+            devices = ", ".join(f"{name} on {value.device}" for name, value in present)
+            raise ValueError(f"expected all tensors on one device, got {devices}")
 
 
-def require_same_dtype(**tensors: torch.Tensor | None) -> None:
-    if len({value.dtype for value in tensors.values() if value is not None}) > 1:
-        present = ((name, value) for name, value in tensors.items() if value is not None)
-        dtypes = ", ".join(f"{name} {value.dtype}" for name, value in present)
-        raise TypeError(f"expected one dtype for all of them, got {dtypes}")
+def in_one_dtype(**tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors, of one float dtype: mixed ones are promoted as torch does inside torch.autocast.
+
+    Outside of it they are a TypeError.
+    """
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor is not None}
+    if len(dtypes) == 1:
+        return tuple(tensors.values())
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    device = next(iter(present.values())).device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in present.items())
+        raise TypeError(f"expected one dtype for all of them, got {found}")
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors.values())
+
+
+def as_int32(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.to(torch.int32)`, which takes a microsecond even where it has nothing to do."""
+    return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32)
 
 
 def require_int(name: str, value: Any) -> None:
@@ -83,29 +106,16 @@ def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {expected}, got {value!r}")
 
 
-def promote_under_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Inside torch.autocast, mixed float dtypes become their promoted type, as in torch."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    dtype = present[0].dtype
-    if len({tensor.dtype for tensor in present}) == 1:
-        return tensors
-    device_type = present[0].device.type
-    if not (
-        torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    ):
-        return tensors
-    for tensor in present[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+def values_on_host(tensor: torch.Tensor, of: Callable[..., torch.Tensor] | None = None) -> Any:
+    """The values of an eager CPU tensor, or of `of(tensor)`.
 
-
-def values_on_host(tensor: torch.Tensor) -> list[int] | None:
-    """The values of an eager CPU tensor; None where reading them would trace, sync or fail."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if torch.compiler.is_compiling() or not is_plain or tensor.device.type != "cpu":
+    None where reading them would trace, sync or fail, as a minimum of nothing does.
+    """
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu
+    if not is_plain or torch.compiler.is_compiling():
         return None
     try:
-        return tensor.tolist()
+        return (tensor if of is None else of(tensor)).tolist()
     except RuntimeError:  # under make_fx, vmap or another transform there are no values to read
         return None
 

@@ -25,11 +25,6 @@ class Chip:
     hbm_bytes_per_s: float
     native_matmul: frozenset[str]  # torch dtype names the MXU multiplies without a cast
 
-    @property
-    def flops_per_byte(self) -> float:
-        """Arithmetic intensity above which a bf16 matmul is bound by the MXU."""
-        return self.bf16_flops / self.hbm_bytes_per_s
-
 
 _FLOATS = frozenset({"float32", "bfloat16"})
 

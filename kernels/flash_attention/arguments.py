@@ -15,14 +15,12 @@ INT32_MAX = 2**31 - 1
 def check_heads(
     q: Any, k: Any, v: Any, *, ndim: int, heads_dim: int, sinks: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v after the checks of ranks, dtypes, devices, heads and head sizes."""
+    """q, k and v after the checks of ranks, dtypes, heads and head sizes."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         checks.require_tensor(name, value, ndim, checks.FLOATS)
     if sinks is not None:
         checks.require_tensor("sinks", sinks, 1, checks.FLOATS)
-    checks.require_same_device(q=q, k=k, v=v, sinks=sinks)
-    q, k, v = checks.promote_under_autocast(q, k, v)
-    checks.require_same_dtype(q=q, k=k, v=v)
+    q, k, v = checks.in_one_dtype(q=q, k=k, v=v)
     q_shape, k_shape, v_shape = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     hq, hkv, d = q_shape[heads_dim], k_shape[heads_dim], q_shape[-1]
     if 0 in (hq, hkv, d, v_shape[-1]):
@@ -50,7 +48,8 @@ def check_options(
     checks.require_bool("causal", causal)
     if softmax_scale is None:
         softmax_scale = 1 / math.sqrt(int(head_size))
-    softmax_scale = checks.require_number("softmax_scale", softmax_scale)
+    else:
+        softmax_scale = checks.require_number("softmax_scale", softmax_scale)
     softcap = 0.0 if softcap is None else checks.require_number("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap: expected 0 or None (off) or a positive number, got {softcap}")
@@ -58,43 +57,46 @@ def check_options(
         raise NotImplementedError(
             f"dropout_p: attention dropout is not supported, expected 0, got {dropout_p}"
         )
-    return causal, *_window(window_size), softmax_scale, softcap
+    left, right = _window(window_size)
+    return causal, left, right, softmax_scale, softcap
 
 
 def _window(window_size: Any) -> tuple[int, int]:
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         got = "a tensor" if isinstance(window_size, torch.Tensor) else repr(window_size)
         raise TypeError(f"window_size: expected a tuple (left, right) of ints, got {got}")
-    sides = []
-    for side in window_size:
-        if side is not None:
-            checks.require_int("window_size", side)
-            if side < -1:
-                raise ValueError(
-                    f"window_size: expected sizes >= 0, or -1 or None for no limit, got {side}"
-                )
-        # No sequence is longer, and a sum of positions and window must fit in int32.
-        sides.append(-1 if side is None else min(int(side), INT32_MAX // 2))
-    return sides[0], sides[1]
+    left, right = window_size
+    return _window_side(left), _window_side(right)
+
+
+def _window_side(size: Any) -> int:
+    if size is None:
+        return -1
+    checks.require_int("window_size", size)
+    if size < -1:
+        raise ValueError(
+            f"window_size: expected sizes >= 0, or -1 or None for no limit, got {size}"
+        )
+    # No sequence is longer, and a sum of positions and window must fit in int32.
+    return min(int(size), INT32_MAX // 2)
 
 
 def check_ids(name: str, ids: Any, shape: tuple[int, ...], means: str) -> torch.Tensor:
     """Integer ids as int32."""
     checks.require_tensor(name, ids, len(shape), checks.INTEGERS)
     checks.require_shape(name, ids, shape, means)
-    if ids.dtype in (torch.int64, torch.uint32) and (found := value_range(ids)) is not None:
+    if ids.dtype in (torch.int64, torch.uint32) and (found := value_range(ids)):
         require_range(name, found, -INT32_MAX - 1, INT32_MAX)
-    return ids.to(torch.int32)
+    return checks.as_int32(ids)
 
 
-def value_range(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """(least, greatest) value of an eager CPU tensor; None where it cannot be read, or is empty."""
-    if checks.values_on_host(tensor[:0]) is None or tensor.numel() == 0:
-        return None
-    values = checks.values_on_host(torch.stack(torch.aminmax(tensor.to(torch.int64))))
-    return None if values is None else (values[0], values[1])
+def value_range(tensor: torch.Tensor) -> list[int] | None:
+    """[least, greatest] value of an eager CPU tensor; None where it cannot be read, or is empty."""
+    return checks.values_on_host(
+        tensor, lambda values: torch.stack(torch.aminmax(values.to(torch.int64)))
+    )
 
 
-def require_range(name: str, found: tuple[int, int], low: int, high: int) -> None:
+def require_range(name: str, found: list[int], low: int, high: int) -> None:
     if found[0] < low or found[1] > high:
         raise ValueError(f"{name}: expected values from {low} to {high}, got {found}")

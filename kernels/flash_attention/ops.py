@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ...tpu_runtime import checks, define_op, differentiable
+from ...tpu_runtime import checks, define_op
 from . import reference
 from .arguments import check_heads, check_ids, check_options, require_range, value_range
 
@@ -71,19 +71,19 @@ def flash_attention(
         q,
         k,
         v,
-        heads_first=False,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        window_size=window_size,
-        softcap=softcap,
-        sinks=sinks,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        mask=mask,
-        kv_lengths=kv_lengths,
-        dropout_p=dropout_p,
-        return_lse=return_lse,
-        return_attn_probs=return_attn_probs,
+        False,
+        causal,
+        softmax_scale,
+        window_size,
+        softcap,
+        sinks,
+        q_segment_ids,
+        kv_segment_ids,
+        mask,
+        kv_lengths,
+        dropout_p,
+        return_lse,
+        return_attn_probs,
     )
 
 
@@ -91,7 +91,6 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
     heads_first: bool,
     causal: bool = False,
     softmax_scale: float | None = None,
@@ -112,9 +111,10 @@ def attend(
     checks.require_bool("return_attn_probs", return_attn_probs)
     q, k, v = check_heads(q, k, v, ndim=4, heads_dim=heads_dim, sinks=sinks)
     options = check_options(causal, softmax_scale, window_size, softcap, dropout_p, q.shape[-1])
-    b, hq, sq, sk = q.shape[0], q.shape[heads_dim], q.shape[length_dim], k.shape[length_dim]
-    if k.shape[0] != b:
-        raise ValueError(f"k: expected the batch size of q, {b}, got {k.shape[0]}")
+    q_shape, k_shape = q.shape, k.shape
+    b, hq, sq, sk = q_shape[0], q_shape[heads_dim], q_shape[length_dim], k_shape[length_dim]
+    if k_shape[0] != b:
+        raise ValueError(f"k: expected the batch size of q, {b}, got {k_shape[0]}")
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids, kv_segment_ids: expected both or none of them, got one")
     if q_segment_ids is not None:
@@ -128,6 +128,9 @@ def attend(
             require_range("kv_lengths", found, 0, sk)
     checks.require_same_device(
         q=q,
+        k=k,
+        v=v,
+        sinks=sinks,
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         mask=mask,
@@ -195,30 +198,6 @@ def _load_backward():
     return flash_attention_backward
 
 
-_MASKS = (
-    "Tensor? sinks, Tensor? q_segment_ids, Tensor? kv_segment_ids, Tensor? mask, "
-    "Tensor? kv_lengths, bool causal, int window_left, int window_right, float softmax_scale, "
-    "float softcap, bool heads_first"
-)
-
-_flash_attention = define_op(
-    add_op_namespace_prefix("flash_attention"),
-    f"(Tensor q, Tensor k, Tensor v, {_MASKS}) -> (Tensor, Tensor)",
-    reference=reference.flash_attention,
-    fake=_fake,
-    load_kernel=_load_forward,
-)
-
-_flash_attention_backward = define_op(
-    add_op_namespace_prefix("flash_attention_backward"),
-    f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASKS}, "
-    "bool needs_q, bool needs_kv, bool needs_sinks) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference=reference.flash_attention_backward,
-    fake=_fake_backward,
-    load_kernel=_load_backward,
-)
-
-
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """q, k, v, out, lse and the tensors after v; then what is no tensor."""
     out, lse = output
@@ -248,4 +227,27 @@ def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: Any) -> tuple[Any, ...
     return gradients(ctx, _flash_attention_backward, grad_out)
 
 
-differentiable(_flash_attention, _backward, save=save_for_backward)
+_MASKS = (
+    "Tensor? sinks, Tensor? q_segment_ids, Tensor? kv_segment_ids, Tensor? mask, "
+    "Tensor? kv_lengths, bool causal, int window_left, int window_right, float softmax_scale, "
+    "float softcap, bool heads_first"
+)
+
+_flash_attention = define_op(
+    add_op_namespace_prefix("flash_attention"),
+    f"(Tensor q, Tensor k, Tensor v, {_MASKS}) -> (Tensor, Tensor)",
+    reference=reference.flash_attention,
+    fake=_fake,
+    load_kernel=_load_forward,
+    backward=_backward,
+    save=save_for_backward,
+)
+
+_flash_attention_backward = define_op(
+    add_op_namespace_prefix("flash_attention_backward"),
+    f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASKS}, "
+    "bool needs_q, bool needs_kv, bool needs_sinks) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.flash_attention_backward,
+    fake=_fake_backward,
+    load_kernel=_load_backward,
+)

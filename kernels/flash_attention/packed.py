@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ...tpu_runtime import checks, define_op, differentiable
+from ...tpu_runtime import checks, define_op
 from . import reference_packed
 from .arguments import check_heads, check_options
 from .ops import fake_gradients, gradients, save_for_backward
@@ -67,13 +67,15 @@ def flash_attention_packed(
     checks.require_shape(
         "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), "[number of sequences + 1]"
     )
-    checks.require_same_device(q=q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    checks.require_same_device(
+        q=q, k=k, v=v, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+    )
     checks.require_int("max_seqlen_q", max_seqlen_q)
     checks.require_int("max_seqlen_k", max_seqlen_k)
     _check_values("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
     _check_values("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
     out, lse = _flash_attention_packed(
-        q, k, v, sinks, cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32), *options
+        q, k, v, sinks, checks.as_int32(cu_seqlens_q), checks.as_int32(cu_seqlens_k), *options
     )
     return (out, lse) if return_lse else out
 
@@ -115,6 +117,10 @@ def _load_backward():
     return flash_attention_packed_backward
 
 
+def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: Any) -> tuple[Any, ...]:
+    return gradients(ctx, _flash_attention_packed_backward, grad_out)
+
+
 _OPTIONS = (
     "Tensor? sinks, Tensor cu_seqlens_q, Tensor cu_seqlens_k, bool causal, int window_left, "
     "int window_right, float softmax_scale, float softcap"
@@ -126,6 +132,8 @@ _flash_attention_packed = define_op(
     reference=reference_packed.flash_attention_packed,
     fake=_fake,
     load_kernel=_load_forward,
+    backward=_backward,
+    save=save_for_backward,
 )
 
 _flash_attention_packed_backward = define_op(
@@ -136,10 +144,3 @@ _flash_attention_packed_backward = define_op(
     fake=_fake_backward,
     load_kernel=_load_backward,
 )
-
-
-def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: Any) -> tuple[Any, ...]:
-    return gradients(ctx, _flash_attention_packed_backward, grad_out)
-
-
-differentiable(_flash_attention_packed, _backward, save=save_for_backward)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.library import CustomOpDef
 
 from ..._ops import add_op_namespace_prefix
-from ...tpu_runtime import checks, define_op, differentiable
+from ...tpu_runtime import checks, define_op
 from ..ragged_dot import quantized
 from . import reference
 from .gates import ACTIVATIONS
@@ -70,25 +69,41 @@ def moe_experts(
     checks.require_choice("activation", activation, ACTIVATIONS)
     if activation == "swiglu_oai" and not has_gate:
         raise ValueError("has_gate: expected True with activation 'swiglu_oai', got False")
-    tensors = {
-        "hidden_states": hidden_states,
-        "top_k_index": top_k_index,
-        "top_k_weights": top_k_weights,
-        "gate_up_proj": gate_up_proj,
-        "down_proj": down_proj,
-        "gate_up_bias": gate_up_bias,
-        "down_bias": down_bias,
-        "gate_up_scale": gate_up_scale,
-        "down_scale": down_scale,
-    }
-    _check_tensors(tensors, transposed)
-    hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias = _one_dtype(
-        hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias
+    checks.require_tensor("hidden_states", hidden_states, 2, checks.FLOATS)
+    checks.require_tensor("top_k_index", top_k_index, 2, checks.INTEGERS)
+    checks.require_tensor("top_k_weights", top_k_weights, 2, checks.FLOATS)
+    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+        if bias is not None:
+            checks.require_tensor(name, bias, 2, checks.FLOATS)
+    keeps_gate_up = quantized.check_weight(
+        "gate_up_proj", gate_up_proj, "gate_up_scale", gate_up_scale, not transposed
     )
-    _check_shapes(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
+    keeps_down = quantized.check_weight(
+        "down_proj", down_proj, "down_scale", down_scale, not transposed
+    )
+    checks.require_same_device(
+        hidden_states=hidden_states,
+        top_k_index=top_k_index,
+        top_k_weights=top_k_weights,
+        gate_up_proj=gate_up_proj,
+        down_proj=down_proj,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
+    )
+    hidden_states, gate_up, down, gate_up_bias, down_bias = checks.in_one_dtype(
+        hidden_states=hidden_states,
+        gate_up_proj=None if keeps_gate_up else gate_up_proj,
+        down_proj=None if keeps_down else down_proj,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
+    gate_up_proj = gate_up_proj if keeps_gate_up else gate_up
+    down_proj = down_proj if keeps_down else down
+    _check_routing(hidden_states, top_k_index, top_k_weights)
+    _check_weights(
+        hidden_states.shape[1],
         gate_up_proj,
         down_proj,
         gate_up_bias,
@@ -96,10 +111,10 @@ def moe_experts(
         transposed,
         has_gate,
     )
-    num_experts = _check_num_experts(num_experts, gate_up_proj.shape[0], top_k_index)
+    num_experts = _check_num_experts(num_experts, gate_up_proj.shape[0])
     tensors = (
         hidden_states,
-        top_k_index.to(torch.int32),
+        checks.as_int32(top_k_index),
         top_k_weights,
         gate_up_proj,
         down_proj,
@@ -114,46 +129,23 @@ def moe_experts(
     return _moe_experts_quantized(*tensors, *scales, *options)
 
 
-def _check_tensors(tensors: dict[str, torch.Tensor | None], transposed: bool) -> None:
-    """Ranks, dtypes and devices, and whether scales and projections go together."""
-    checks.require_tensor("hidden_states", tensors["hidden_states"], 2, checks.FLOATS)
-    checks.require_tensor("top_k_index", tensors["top_k_index"], 2, checks.INTEGERS)
-    checks.require_tensor("top_k_weights", tensors["top_k_weights"], 2, checks.FLOATS)
-    for name in ("gate_up", "down"):
-        weight, scale = tensors[f"{name}_proj"], tensors[f"{name}_scale"]
-        checks.require_tensor(f"{name}_proj", weight, 3, checks.FLOATS + quantized.STORED_DTYPES)
-        quantized.check_scale(f"{name}_proj", weight, f"{name}_scale", scale, not transposed)
-    for name in ("gate_up_bias", "down_bias"):
-        if tensors[name] is not None:
-            checks.require_tensor(name, tensors[name], 2, checks.FLOATS)
-    checks.require_same_device(**tensors)
+def _check_routing(
+    hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> None:
+    t, shape = hidden_states.shape[0], top_k_index.shape
+    if shape[0] != t:
+        raise ValueError(f"top_k_index: expected shape [t, topk] with t = {t}, got {tuple(shape)}")
+    checks.require_shape("top_k_weights", top_k_weights, shape, "[t, topk]")
+    least = checks.values_on_host(top_k_index, torch.min)
+    if least is not None and least < 0:
+        raise ValueError(
+            f"top_k_index: expected no negative expert, got {least}; slots without a local expert "
+            "hold num_experts"
+        )
 
 
-def _one_dtype(hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias):
-    """Float tensors in one dtype (under autocast promoted), quantised projections as they are."""
-    kept = [quantized.is_quantised(weight) for weight in (gate_up_proj, down_proj)]
-    floats = (
-        hidden_states,
-        None if kept[0] else gate_up_proj,
-        None if kept[1] else down_proj,
-        gate_up_bias,
-        down_bias,
-    )
-    x, first, second, *biases = checks.promote_under_autocast(*floats)
-    checks.require_same_dtype(
-        hidden_states=x,
-        gate_up_proj=first,
-        down_proj=second,
-        gate_up_bias=biases[0],
-        down_bias=biases[1],
-    )
-    return x, gate_up_proj if kept[0] else first, down_proj if kept[1] else second, *biases
-
-
-def _check_shapes(
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+def _check_weights(
+    h: int,
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
@@ -161,46 +153,42 @@ def _check_shapes(
     transposed: bool,
     has_gate: bool,
 ) -> None:
-    t, h = hidden_states.shape
-    checks.require_shape("top_k_index", top_k_index, (t, top_k_index.shape[1]), "[t, topk]")
-    checks.require_shape("top_k_weights", top_k_weights, top_k_index.shape, "[t, topk]")
+    """Their shapes."""
     e, i = gate_up_proj.shape[0], quantized.num_k(down_proj, not transposed)
-    width = 2 * i if has_gate else i
-    rows = "2i" if has_gate else "i"
-    for name, weight, shape, letters in (
-        ("down_proj", down_proj, (h, i), ("h", "i")),
-        ("gate_up_proj", gate_up_proj, (width, h), (rows, "h")),
-    ):
-        n, k = shape
-        means, per = letters, ""
-        if weight.dtype == quantized.INT4:
-            if k % 2:
-                raise ValueError(f"{name}: int4 needs an even {letters[1]}, got {k}")
-            k, per = k // 2, "/2"
-        means = (letters[0], letters[1] + per)
-        if transposed:
-            n, k, means = k, n, means[::-1]
-        checks.require_shape(name, weight, (e, n, k), f"[e, {means[0]}, {means[1]}]")
+    width, rows = (2 * i, "2i") if has_gate else (i, "i")
+    _check_weight_shape("down_proj", down_proj, (e, h, i), ("h", "i"), transposed)
+    _check_weight_shape("gate_up_proj", gate_up_proj, (e, width, h), (rows, "h"), transposed)
     if gate_up_bias is not None:
         checks.require_shape("gate_up_bias", gate_up_bias, (e, width), f"[e, {rows}]")
     if down_bias is not None:
         checks.require_shape("down_bias", down_bias, (e, h), "[e, h]")
 
 
-def _check_num_experts(num_experts: int | None, e: int, top_k_index: torch.Tensor) -> int:
+def _check_weight_shape(
+    name: str,
+    weight: torch.Tensor,
+    shape: tuple[int, int, int],  # [e, n, k]
+    letters: tuple[str, str],  # what n and k are called
+    transposed: bool,
+) -> None:
+    (e, n, k), (rows, columns) = shape, letters
+    if weight.dtype == quantized.INT4:
+        if k % 2:
+            raise ValueError(f"{name}: int4 needs an even {columns}, got {k}")
+        k, columns = k // 2, f"{columns}/2"
+    if transposed:
+        n, k, rows, columns = k, n, columns, rows
+    checks.require_shape(name, weight, (e, n, k), f"[e, {rows}, {columns}]")
+
+
+def _check_num_experts(num_experts: int | None, e: int) -> int:
     if num_experts is None:
-        num_experts = e
+        return e
     checks.require_int("num_experts", num_experts)
     if not 0 <= num_experts <= e:
         raise ValueError(
             f"num_experts: expected at most the {e} experts that gate_up_proj holds, "
             f"got {num_experts}"
-        )
-    values = checks.values_on_host(top_k_index)
-    if values and any(expert < 0 for row in values for expert in row):
-        raise ValueError(
-            "top_k_index: expected no negative expert; slots without a local expert hold "
-            f"num_experts = {num_experts}"
         )
     return num_experts
 
@@ -250,15 +238,9 @@ _NEEDS = (
 _GRADS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
-def _define(name: str, tensors: str) -> tuple[CustomOpDef, CustomOpDef]:
+def _define(name: str, tensors: str) -> tuple[Any, Any]:
     """The op `name` and its backward; `tensors` starts with those of _TENSORS."""
-    forward = define_op(
-        add_op_namespace_prefix(name),
-        f"({tensors}{_OPTIONS}) -> Tensor",
-        reference=getattr(reference, name),
-        fake=_fake,
-        load_kernel=_kernel(name),
-    )
+    num_tensors = tensors.count("Tensor")
     gradient = define_op(
         add_op_namespace_prefix(f"{name}_backward"),
         f"(Tensor grad_out, {tensors}{_OPTIONS}{_NEEDS}) -> {_GRADS}",
@@ -266,7 +248,6 @@ def _define(name: str, tensors: str) -> tuple[CustomOpDef, CustomOpDef]:
         fake=_fake_backward,
         load_kernel=_kernel(f"{name}_backward"),
     )
-    num_tensors = tensors.count("Tensor")
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(*inputs[:num_tensors])
@@ -280,7 +261,15 @@ def _define(name: str, tensors: str) -> tuple[CustomOpDef, CustomOpDef]:
         rest = len(ctx.needs_input_grad) - 7
         return (found[0], None, *found[1:], *[None] * rest)
 
-    differentiable(forward, backward, save=save)
+    forward = define_op(
+        add_op_namespace_prefix(name),
+        f"({tensors}{_OPTIONS}) -> Tensor",
+        reference=getattr(reference, name),
+        fake=_fake,
+        load_kernel=_kernel(name),
+        backward=backward,
+        save=save,
+    )
     return forward, gradient
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ...tpu_runtime import checks, define_op, differentiable
+from ...tpu_runtime import checks, define_op
 from . import quantized, reference
 from .ops_quantized import ragged_dot_quantized
 
@@ -76,7 +76,7 @@ def ragged_dot(
     if out_dtype not in checks.FLOATS:
         raise TypeError(f"out_dtype: expected a float torch.dtype, got {out_dtype!r}")
     group_offset = _check_groups(group_sizes, group_offset, rhs.shape[0], lhs.shape[0])
-    tensors = (group_sizes.to(torch.int32), group_offset, bias)
+    tensors = (checks.as_int32(group_sizes), group_offset, bias)
     static = (transposed, precision, str(out_dtype).removeprefix("torch."))
     if rhs_scale is None:
         return _ragged_dot(lhs, rhs, *tensors, *static)
@@ -94,28 +94,23 @@ def _check_operands(
     transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """lhs, rhs and bias, promoted under autocast, after checking dtypes, devices and shapes."""
-    is_quantised = quantized.is_quantised(rhs)
-    checks.require_tensor("rhs", rhs, 3, quantized.STORED_DTYPES if is_quantised else checks.FLOATS)
+    is_quantised = quantized.check_weight("rhs", rhs, "rhs_scale", rhs_scale, transposed)
     checks.require_tensor("group_sizes", group_sizes, 1, checks.INTEGERS)
     if bias is not None:
         checks.require_tensor("bias", bias, 2, checks.FLOATS)
-    quantized.check_scale("rhs", rhs, "rhs_scale", rhs_scale, transposed)
-    offset_tensor = group_offset if isinstance(group_offset, torch.Tensor) else None
     checks.require_same_device(
         lhs=lhs,
         rhs=rhs,
         group_sizes=group_sizes,
         bias=bias,
         rhs_scale=rhs_scale,
-        group_offset=offset_tensor,
+        group_offset=group_offset if isinstance(group_offset, torch.Tensor) else None,
     )
     if is_quantised:
-        lhs, bias = checks.promote_under_autocast(lhs, bias)
-        checks.require_same_dtype(lhs=lhs, bias=bias)
+        lhs, bias = checks.in_one_dtype(lhs=lhs, bias=bias)
     else:
-        lhs, rhs, bias = checks.promote_under_autocast(lhs, rhs, bias)
-        checks.require_same_dtype(lhs=lhs, rhs=rhs, bias=bias)
-    if lhs.shape[1] != quantized.num_k(rhs, transposed):
+        lhs, rhs, bias = checks.in_one_dtype(lhs=lhs, rhs=rhs, bias=bias)
+    if quantized.num_k(rhs, transposed) != lhs.shape[1]:
         packed = "/2" if rhs.dtype == quantized.INT4 else ""
         layout = f"[g, n, k{packed}]" if transposed else f"[g, k{packed}, n]"
         raise ValueError(
@@ -132,33 +127,39 @@ def _check_groups(
     group_sizes: torch.Tensor, group_offset: int | torch.Tensor | None, g: int, m: int
 ) -> torch.Tensor | None:
     """The group offset as an int32 tensor, None for no offset, after checking it with the sizes."""
-    num_sizes = group_sizes.shape[0]
     if group_offset is None:
         checks.require_shape("group_sizes", group_sizes, (g,), "[g]")
-        offset: int | None = 0
-    elif isinstance(group_offset, torch.Tensor):
-        checks.require_tensor("group_offset", group_offset, 0, checks.INTEGERS)
-        offset = checks.values_on_host(group_offset)
     else:
-        checks.require_int("group_offset", group_offset)
-        offset = group_offset
-    if offset is not None and (offset < 0 or offset + g > num_sizes):
-        raise ValueError(
-            f"group_sizes: expected at least group_offset + g = {offset} + {g} sizes "
-            f"and group_offset >= 0, got {num_sizes} sizes"
-        )
-    if (sizes := checks.values_on_host(group_sizes)) is not None:
-        if any(size < 0 for size in sizes):
+        group_offset = _check_offset(group_offset, group_sizes, g)
+    if sizes := checks.values_on_host(group_sizes):
+        if min(sizes) < 0:
             raise ValueError(f"group_sizes: expected no negative size, got {min(sizes)}")
         if sum(sizes) > m:
             raise ValueError(
                 f"group_sizes: expected a sum of at most m = {m} rows of lhs, got {sum(sizes)} "
                 "(are these cumulative offsets? sizes = torch.diff(offsets, prepend=zero))"
             )
+    return group_offset
+
+
+def _check_offset(
+    group_offset: int | torch.Tensor, group_sizes: torch.Tensor, g: int
+) -> torch.Tensor:
+    """The group offset as an int32 tensor."""
     if isinstance(group_offset, torch.Tensor):
-        return group_offset.to(torch.int32)
-    if group_offset is None:
-        return None
+        checks.require_tensor("group_offset", group_offset, 0, checks.INTEGERS)
+        offset = checks.values_on_host(group_offset)
+    else:
+        checks.require_int("group_offset", group_offset)
+        offset = group_offset
+    num_sizes = group_sizes.shape[0]
+    if offset is not None and (offset < 0 or offset + g > num_sizes):
+        raise ValueError(
+            f"group_sizes: expected at least group_offset + g = {offset} + {g} sizes "
+            f"and group_offset >= 0, got {num_sizes} sizes"
+        )
+    if isinstance(group_offset, torch.Tensor):
+        return checks.as_int32(group_offset)
     return torch.full((), group_offset, dtype=torch.int32, device=group_sizes.device)
 
 
@@ -201,26 +202,6 @@ def _load_backward():
     return ragged_dot_backward
 
 
-_ragged_dot = define_op(
-    add_op_namespace_prefix("ragged_dot"),
-    "(Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? group_offset, Tensor? bias, "
-    "bool transpose_rhs, str precision, str out_dtype) -> Tensor",
-    reference=reference.ragged_dot,
-    fake=_fake,
-    load_kernel=_load_forward,
-)
-
-_ragged_dot_backward = define_op(
-    add_op_namespace_prefix("ragged_dot_backward"),
-    "(Tensor grad_out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? group_offset, "
-    "bool transpose_rhs, str precision, bool needs_lhs, bool needs_rhs, bool needs_bias) "
-    "-> (Tensor, Tensor, Tensor)",
-    reference=reference.ragged_dot_backward,
-    fake=_fake_backward,
-    load_kernel=_load_backward,
-)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     lhs, rhs, group_sizes, group_offset, _, transpose_rhs, precision, _ = inputs
     ctx.save_for_backward(lhs, rhs, group_sizes, group_offset)
@@ -250,4 +231,23 @@ def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ..
     )
 
 
-differentiable(_ragged_dot, _backward, save=_save)
+_ragged_dot = define_op(
+    add_op_namespace_prefix("ragged_dot"),
+    "(Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? group_offset, Tensor? bias, "
+    "bool transpose_rhs, str precision, str out_dtype) -> Tensor",
+    reference=reference.ragged_dot,
+    fake=_fake,
+    load_kernel=_load_forward,
+    backward=_backward,
+    save=_save,
+)
+
+_ragged_dot_backward = define_op(
+    add_op_namespace_prefix("ragged_dot_backward"),
+    "(Tensor grad_out, Tensor lhs, Tensor rhs, Tensor group_sizes, Tensor? group_offset, "
+    "bool transpose_rhs, str precision, bool needs_lhs, bool needs_rhs, bool needs_bias) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference=reference.ragged_dot_backward,
+    fake=_fake_backward,
+    load_kernel=_load_backward,
+)

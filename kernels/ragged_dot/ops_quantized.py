@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ...tpu_runtime import define_op, differentiable
+from ...tpu_runtime import define_op
 from . import quantized, reference
 
 
@@ -52,26 +52,6 @@ def _load_backward():
     return ragged_dot_quantized_backward
 
 
-ragged_dot_quantized = define_op(
-    add_op_namespace_prefix("ragged_dot_quantized"),
-    "(Tensor lhs, Tensor rhs, Tensor rhs_scale, Tensor group_sizes, Tensor? group_offset, "
-    "Tensor? bias, bool transpose_rhs, str precision, str out_dtype) -> Tensor",
-    reference=reference.ragged_dot_quantized,
-    fake=_fake,
-    load_kernel=_load_forward,
-)
-
-ragged_dot_quantized_backward = define_op(
-    add_op_namespace_prefix("ragged_dot_quantized_backward"),
-    "(Tensor grad_out, Tensor rhs, Tensor rhs_scale, Tensor group_sizes, Tensor? group_offset, "
-    "bool transpose_rhs, str precision, str dtype, bool needs_lhs, bool needs_bias) "
-    "-> (Tensor, Tensor)",
-    reference=reference.ragged_dot_quantized_backward,
-    fake=_fake_backward,
-    load_kernel=_load_backward,
-)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     lhs, rhs, rhs_scale, group_sizes, group_offset, _, transpose_rhs, precision, _ = inputs
     ctx.save_for_backward(rhs, rhs_scale, group_sizes, group_offset)
@@ -94,4 +74,23 @@ def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ..
     )
 
 
-differentiable(ragged_dot_quantized, _backward, save=_save)
+ragged_dot_quantized = define_op(
+    add_op_namespace_prefix("ragged_dot_quantized"),
+    "(Tensor lhs, Tensor rhs, Tensor rhs_scale, Tensor group_sizes, Tensor? group_offset, "
+    "Tensor? bias, bool transpose_rhs, str precision, str out_dtype) -> Tensor",
+    reference=reference.ragged_dot_quantized,
+    fake=_fake,
+    load_kernel=_load_forward,
+    backward=_backward,
+    save=_save,
+)
+
+ragged_dot_quantized_backward = define_op(
+    add_op_namespace_prefix("ragged_dot_quantized_backward"),
+    "(Tensor grad_out, Tensor rhs, Tensor rhs_scale, Tensor group_sizes, Tensor? group_offset, "
+    "bool transpose_rhs, str precision, str dtype, bool needs_lhs, bool needs_bias) "
+    "-> (Tensor, Tensor)",
+    reference=reference.ragged_dot_quantized_backward,
+    fake=_fake_backward,
+    load_kernel=_load_backward,
+)

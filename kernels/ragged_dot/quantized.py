@@ -15,6 +15,7 @@ import torch
 from ...tpu_runtime import checks
 
 STORED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+_WEIGHT_DTYPES = checks.FLOATS + STORED_DTYPES
 INT4 = torch.uint8  # what two int4 values are stored in
 _NAMES = {
     "int8": torch.int8,
@@ -30,11 +31,6 @@ _NAMES = {
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, INT4: 7.0}
 
 
-def is_quantised(weight: Any) -> bool:
-    """Whether `weight` is a tensor of one of the stored dtypes."""
-    return isinstance(weight, torch.Tensor) and weight.dtype in STORED_DTYPES
-
-
 def num_k(weight: torch.Tensor, transposed: bool) -> int:
     """Values along the contraction; int4 stores two in one element."""
     return weight.shape[2 if transposed else 1] * (2 if weight.dtype == INT4 else 1)
@@ -44,21 +40,25 @@ def num_n(weight: torch.Tensor, transposed: bool) -> int:
     return weight.shape[1 if transposed else 2]
 
 
-def check_scale(
+def check_weight(
     name: str,
-    weight: torch.Tensor,  # [g, k, n] or [g, n, k], as stored
+    weight: Any,  # [g, k, n] or [g, n, k], as stored
     scale_name: str,
     scale: Any,  # [g, n] or [g, k_blocks, n], or None
     transposed: bool,
-) -> None:
-    """Refuses a scale that is missing, superfluous, of a wrong shape or trained."""
-    if not is_quantised(weight):
+) -> bool:
+    """Whether the weight is quantised, after checking its rank and dtype.
+
+    Refuses a scale that is missing, superfluous, of a wrong shape or trained.
+    """
+    checks.require_tensor(name, weight, 3, _WEIGHT_DTYPES)
+    if weight.dtype in checks.FLOATS:
         if scale is not None:
             raise ValueError(
                 f"{scale_name}: expected None for {name} that is not quantised ({weight.dtype}); "
                 "quantised weights are int8, float8_e4m3fn, float8_e5m2, or int4 as uint8"
             )
-        return
+        return False
     if scale is None:
         raise ValueError(
             f"{scale_name}: expected [g, n] or [g, k_blocks, n] scales for quantised {name} "
@@ -88,6 +88,7 @@ def check_scale(
                     f"{argument}: quantised weights and their scales have no gradient; detach "
                     f"them: {argument}.detach(), or train the float weights"
                 )
+    return True
 
 
 def unpack_int4(
@@ -237,7 +238,7 @@ def dequantize_experts(
     if dtype not in checks.FLOATS:
         raise TypeError(f"dtype: expected a float torch.dtype, got {dtype!r}")
     with torch.no_grad():
-        check_scale("quantised", quantised, "scale", scale, transposed)
+        check_weight("quantised", quantised, "scale", scale, transposed)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return dequantise(quantised, scale, transposed, wide).to(dtype)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ...tpu_runtime import checks, define_op, differentiable
+from ...tpu_runtime import checks, define_op
 from . import reference
 
 CASTINGS = ("llama", "gemma", "none")
@@ -171,61 +171,6 @@ def _fake_gated_backward(
     )
 
 
-def _define(name: str, schema: str, fake: Any) -> Any:
-    """The op `name`, with the function of that name in reference.py and in lowering.py."""
-
-    def load_kernel():
-        from . import lowering
-
-        return getattr(lowering, name)
-
-    return define_op(
-        add_op_namespace_prefix(name),
-        schema,
-        reference=getattr(reference, name),
-        fake=fake,
-        load_kernel=load_kernel,
-    )
-
-
-_rms_norm = _define(
-    "rms_norm",
-    "(Tensor x, Tensor? weight, float eps, float offset, str casting) -> Tensor",
-    _fake,
-)
-_rms_norm_backward = _define(
-    "rms_norm_backward",
-    "(Tensor grad_out, Tensor x, Tensor? weight, float eps, float offset, str casting, "
-    "bool needs_x, bool needs_weight) -> (Tensor, Tensor)",
-    _fake_backward,
-)
-_add_rms_norm = _define(
-    "add_rms_norm",
-    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str casting) "
-    "-> (Tensor, Tensor)",
-    _fake_add,
-)
-_add_rms_norm_backward = _define(
-    "add_rms_norm_backward",
-    "(Tensor grad_out, Tensor? grad_total, Tensor total, Tensor? weight, float eps, float offset, "
-    "str casting, bool needs_total, bool needs_weight) -> (Tensor, Tensor)",
-    _fake_add_backward,
-)
-_rms_norm_gated = _define(
-    "rms_norm_gated",
-    "(Tensor x, Tensor gate, Tensor? weight, float eps, str activation, bool gate_first, "
-    "float offset, str casting) -> Tensor",
-    _fake_gated,
-)
-_rms_norm_gated_backward = _define(
-    "rms_norm_gated_backward",
-    "(Tensor grad_out, Tensor x, Tensor gate, Tensor? weight, float eps, str activation, "
-    "bool gate_first, float offset, str casting, bool needs_x, bool needs_gate, "
-    "bool needs_weight) -> (Tensor, Tensor, Tensor)",
-    _fake_gated_backward,
-)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, *ctx.statics = inputs
     ctx.save_for_backward(x, weight)
@@ -279,6 +224,63 @@ def _only_needed(
     return [grad if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)]
 
 
-differentiable(_rms_norm, _backward, save=_save)
-differentiable(_add_rms_norm, _backward_add, save=_save_add)
-differentiable(_rms_norm_gated, _backward_gated, save=_save_gated)
+def _define(name: str, schema: str, fake: Any, **gradient: Any) -> Any:
+    """The op `name`, with the function of that name in reference.py and in lowering.py."""
+
+    def load_kernel():
+        from . import lowering
+
+        return getattr(lowering, name)
+
+    return define_op(
+        add_op_namespace_prefix(name),
+        schema,
+        reference=getattr(reference, name),
+        fake=fake,
+        load_kernel=load_kernel,
+        **gradient,
+    )
+
+
+_rms_norm = _define(
+    "rms_norm",
+    "(Tensor x, Tensor? weight, float eps, float offset, str casting) -> Tensor",
+    _fake,
+    backward=_backward,
+    save=_save,
+)
+_rms_norm_backward = _define(
+    "rms_norm_backward",
+    "(Tensor grad_out, Tensor x, Tensor? weight, float eps, float offset, str casting, "
+    "bool needs_x, bool needs_weight) -> (Tensor, Tensor)",
+    _fake_backward,
+)
+_add_rms_norm = _define(
+    "add_rms_norm",
+    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str casting) "
+    "-> (Tensor, Tensor)",
+    _fake_add,
+    backward=_backward_add,
+    save=_save_add,
+)
+_add_rms_norm_backward = _define(
+    "add_rms_norm_backward",
+    "(Tensor grad_out, Tensor? grad_total, Tensor total, Tensor? weight, float eps, float offset, "
+    "str casting, bool needs_total, bool needs_weight) -> (Tensor, Tensor)",
+    _fake_add_backward,
+)
+_rms_norm_gated = _define(
+    "rms_norm_gated",
+    "(Tensor x, Tensor gate, Tensor? weight, float eps, str activation, bool gate_first, "
+    "float offset, str casting) -> Tensor",
+    _fake_gated,
+    backward=_backward_gated,
+    save=_save_gated,
+)
+_rms_norm_gated_backward = _define(
+    "rms_norm_gated_backward",
+    "(Tensor grad_out, Tensor x, Tensor gate, Tensor? weight, float eps, str activation, "
+    "bool gate_first, float offset, str casting, bool needs_x, bool needs_gate, "
+    "bool needs_weight) -> (Tensor, Tensor, Tensor)",
+    _fake_gated_backward,
+)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ...tpu_runtime import checks, define_op, differentiable
+from ...tpu_runtime import checks, define_op
 from . import reference
 
 CASTINGS = ("llama", "gemma", "none")
@@ -54,8 +54,7 @@ def apply_rotary(
     head_axis = _check_layout(q, k, unsqueeze_dim)
     checks.require_bool("interleaved", interleaved)
     checks.require_same_device(q=q, k=k, cos=cos, sin=sin)
-    q, k = checks.promote_under_autocast(q, k)
-    checks.require_same_dtype(q=q, k=k)
+    q, k = checks.in_one_dtype(q=q, k=k)
     cos, sin, half_width = _check_tables(q, cos, sin, head_axis, rotary_dim)
     out_q, out_k = _apply_rotary(q, k, cos, sin, head_axis, interleaved, half_width)
     return out_q, None if k is None else out_k
@@ -123,11 +122,10 @@ def qk_norm_rotary(
         if x is None:
             raise ValueError(f"{name}: expected None where k is None, got a tensor")
         checks.require_shape(name, weight, (x.shape[-1],), "[d]")
-        if torch.float64 in (x.dtype, weight.dtype) and x.dtype != weight.dtype:
+        if x.dtype != weight.dtype and torch.float64 in (x.dtype, weight.dtype):
             raise TypeError(f"{name}: expected dtype {x.dtype} as its input, got {weight.dtype}")
     checks.require_same_device(q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
-    q, k = checks.promote_under_autocast(q, k)
-    checks.require_same_dtype(q=q, k=k)
+    q, k = checks.in_one_dtype(q=q, k=k)
     cos, sin, half_width = _check_tables(q, cos, sin, head_axis, rotary_dim)
     out_q, out_k = _qk_norm_rotary(
         q,
@@ -150,20 +148,22 @@ def _check_layout(q: Any, k: Any, unsqueeze_dim: Any) -> int:
     """The axis of the heads, after checking q and k against each other."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
-    if q.ndim not in (3, 4):
+    ndim = q.ndim
+    if ndim not in (3, 4):
         raise ValueError(f"q: expected 3 or 4 dimensions, got shape {tuple(q.shape)}")
-    checks.require_tensor("q", q, q.ndim, checks.FLOATS)
+    checks.require_tensor("q", q, ndim, checks.FLOATS)
     checks.require_int("unsqueeze_dim", unsqueeze_dim)
-    head_axis = unsqueeze_dim + q.ndim if unsqueeze_dim < 0 else unsqueeze_dim
-    if not 0 <= head_axis <= q.ndim - 2:
+    head_axis = unsqueeze_dim + ndim if unsqueeze_dim < 0 else unsqueeze_dim
+    if not 0 <= head_axis <= ndim - 2:
         raise ValueError(
-            f"unsqueeze_dim: expected 0 to {q.ndim - 2} for q of shape {tuple(q.shape)}, "
+            f"unsqueeze_dim: expected 0 to {ndim - 2} for q of shape {tuple(q.shape)}, "
             f"got {unsqueeze_dim}"
         )
     if k is not None:
-        checks.require_tensor("k", k, q.ndim, checks.FLOATS)
-        same = [q.shape[axis] == k.shape[axis] for axis in range(q.ndim) if axis != head_axis]
-        if not all(same):
+        checks.require_tensor("k", k, ndim, checks.FLOATS)
+        expected, found = list(q.shape), list(k.shape)
+        expected[head_axis] = found[head_axis]
+        if expected != found:
             raise ValueError(
                 f"k: expected the shape of q {tuple(q.shape)} but for the heads in dimension "
                 f"{head_axis}, got {tuple(k.shape)}"
@@ -183,32 +183,35 @@ def _check_tables(
                 f"{name}: tables get no gradient; pass {name}.detach(), or rotate in plain torch "
                 "to train them"
             )
-    if cos.shape != sin.shape:
+        if table.dtype not in checks.FLOATS:
+            raise TypeError(f"{name}: expected a float dtype, got {table.dtype}")
+    q_shape, table_shape = q.shape, cos.shape
+    if table_shape != sin.shape:
         raise ValueError(
-            f"sin: expected the shape of cos {tuple(cos.shape)}, got {tuple(sin.shape)}"
+            f"sin: expected the shape of cos {tuple(table_shape)}, got {tuple(sin.shape)}"
         )
-    table_shape = tuple(cos.shape)
 
     def shapes() -> str:  # put into words only for an error: that takes longer than the checks
-        return f"cos and sin {table_shape} for q {tuple(q.shape)} and unsqueeze_dim {head_axis}"
+        given = tuple(table_shape)
+        return f"cos and sin {given} for q {tuple(q_shape)} and unsqueeze_dim {head_axis}"
 
-    if q.ndim == 3 and cos.ndim == 3 and cos.shape[0] == 1:
+    sizes = list(q_shape)
+    *batch, length, d = sizes[:head_axis] + sizes[head_axis + 1 :]
+    if not batch and len(table_shape) == 3 and table_shape[0] == 1:
         cos, sin = cos[0], sin[0]
-    if cos.ndim != q.ndim - 1:
-        expected = "[b or 1, s, w]" if q.ndim == 4 else "[t, w] or [1, t, w]"
+    if cos.ndim != len(batch) + 2:
+        expected = "[b or 1, s, w]" if batch else "[t, w] or [1, t, w]"
         raise ValueError(f"cos: expected {expected}, got {shapes()}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        checks.require_tensor(name, table, q.ndim - 1, checks.FLOATS)
-    *batch, length = (q.shape[axis] for axis in range(q.ndim - 1) if axis != head_axis)
-    if cos.shape[-2] != length:
+    if table_shape[-2] != length:
         raise ValueError(f"cos: expected length {length}, got {shapes()}")
-    if batch and cos.shape[0] not in (1, batch[0]):
+    if batch and table_shape[0] not in (1, batch[0]):
         raise ValueError(f"cos: expected batch 1 or {batch[0]}, got {shapes()}")
-    half_width = _check_width(q.shape[-1], cos.shape[-1], rotary_dim, shapes)
-    dtype = torch.promote_types(cos.dtype, sin.dtype)
-    if dtype == torch.float64 and q.dtype != torch.float64:
-        dtype = torch.float32
-    if not cos.dtype == sin.dtype == dtype:
+    half_width = _check_width(d, table_shape[-1], rotary_dim, shapes)
+    dtype = cos.dtype
+    if sin.dtype != dtype or dtype == torch.float64:
+        dtype = torch.promote_types(dtype, sin.dtype)
+        if dtype == torch.float64 and q.dtype != torch.float64:
+            dtype = torch.float32
         cos, sin = cos.to(dtype), sin.to(dtype)
     return cos, sin, half_width
 
@@ -279,46 +282,6 @@ def _load(name: str):
     return load
 
 
-_ROTATION = "Tensor cos, Tensor sin, int head_axis, bool interleaved, bool half_width"
-_NORM = (
-    "Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps, "
-    "float offset, str casting, int head_axis, bool interleaved, bool half_width"
-)
-
-_apply_rotary = define_op(
-    add_op_namespace_prefix("apply_rotary"),
-    f"(Tensor q, Tensor? k, {_ROTATION}) -> (Tensor, Tensor)",
-    reference=reference.apply_rotary,
-    fake=_fake,
-    load_kernel=_load("apply_rotary"),
-)
-
-_apply_rotary_backward = define_op(
-    add_op_namespace_prefix("apply_rotary_backward"),
-    f"(Tensor? grad_q, Tensor? grad_k, {_ROTATION}) -> (Tensor, Tensor)",
-    reference=reference.apply_rotary_backward,
-    fake=_fake_backward,
-    load_kernel=_load("apply_rotary_backward"),
-)
-
-_qk_norm_rotary = define_op(
-    add_op_namespace_prefix("qk_norm_rotary"),
-    f"({_NORM}) -> (Tensor, Tensor)",
-    reference=reference.qk_norm_rotary,
-    fake=_fake_norm,
-    load_kernel=_load("qk_norm_rotary"),
-)
-
-_qk_norm_rotary_backward = define_op(
-    add_op_namespace_prefix("qk_norm_rotary_backward"),
-    f"(Tensor grad_q, Tensor? grad_k, {_NORM}, bool needs_q, bool needs_k, bool needs_q_weight, "
-    "bool needs_k_weight) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference=reference.qk_norm_rotary_backward,
-    fake=_fake_norm_backward,
-    load_kernel=_load("qk_norm_rotary_backward"),
-)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, cos, sin, *ctx.options = inputs
     ctx.save_for_backward(cos, sin)
@@ -347,5 +310,45 @@ def _backward_norm(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor) -> tupl
     return (*found, *(None,) * 8)
 
 
-differentiable(_apply_rotary, _backward, save=_save)
-differentiable(_qk_norm_rotary, _backward_norm, save=_save_norm)
+_ROTATION = "Tensor cos, Tensor sin, int head_axis, bool interleaved, bool half_width"
+_NORM = (
+    "Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps, "
+    "float offset, str casting, int head_axis, bool interleaved, bool half_width"
+)
+
+_apply_rotary = define_op(
+    add_op_namespace_prefix("apply_rotary"),
+    f"(Tensor q, Tensor? k, {_ROTATION}) -> (Tensor, Tensor)",
+    reference=reference.apply_rotary,
+    fake=_fake,
+    load_kernel=_load("apply_rotary"),
+    backward=_backward,
+    save=_save,
+)
+
+_apply_rotary_backward = define_op(
+    add_op_namespace_prefix("apply_rotary_backward"),
+    f"(Tensor? grad_q, Tensor? grad_k, {_ROTATION}) -> (Tensor, Tensor)",
+    reference=reference.apply_rotary_backward,
+    fake=_fake_backward,
+    load_kernel=_load("apply_rotary_backward"),
+)
+
+_qk_norm_rotary = define_op(
+    add_op_namespace_prefix("qk_norm_rotary"),
+    f"({_NORM}) -> (Tensor, Tensor)",
+    reference=reference.qk_norm_rotary,
+    fake=_fake_norm,
+    load_kernel=_load("qk_norm_rotary"),
+    backward=_backward_norm,
+    save=_save_norm,
+)
+
+_qk_norm_rotary_backward = define_op(
+    add_op_namespace_prefix("qk_norm_rotary_backward"),
+    f"(Tensor grad_q, Tensor? grad_k, {_NORM}, bool needs_q, bool needs_k, bool needs_q_weight, "
+    "bool needs_k_weight) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.qk_norm_rotary_backward,
+    fake=_fake_norm_backward,
+    load_kernel=_load("qk_norm_rotary_backward"),
+)
