@@ -21,6 +21,7 @@ from .masks import Place
 from .plan import Plan
 from .tiling import CHUNK
 
+_LOGITS_AHEAD = 3 * CHUNK * CHUNK  # on their way through the MXU while others become weights
 LIVE = 3  # word of refs.state with a bit for each `strip_rows` queries whose m, l, acc are set
 _NT = (((1,), (1,)), ((), ()))  # lhs [m, k], rhs [n, k]
 _NN = (((1,), (0,)), ((), ()))  # lhs [m, k], rhs [k, n]
@@ -84,7 +85,7 @@ class _Piece:
 def _attend(plan: Plan, refs, k_ref, v_ref, pieces: list[_Piece]):
     """Adds what the keys of each piece give to its queries.
 
-    The MXU begins the logits of a piece before it needs the weights of the last one.
+    The MXU is given the logits of the next pieces before it has to wait for the weights of one.
     """
 
     def begin(piece: _Piece):
@@ -106,12 +107,13 @@ def _attend(plan: Plan, refs, k_ref, v_ref, pieces: list[_Piece]):
         weighted = _dot(plan, v_ref[kv_head_of(plan, piece.head), :, piece.keys], p)
         refs.acc[at] = weighted if piece.is_first else refs.acc[at] + weighted
 
-    s, p = begin(pieces[0]), None
+    begun, p = [], None
     for i, piece in enumerate(pieces):
-        following = begin(pieces[i + 1]) if i + 1 < len(pieces) else None
+        while len(begun) < len(pieces) and sum(s.size for s in begun[i + 1 :]) < _LOGITS_AHEAD:
+            begun.append(begin(pieces[len(begun)]))
         if i > 0:
             add(pieces[i - 1], p)
-        s, p = following, weights(piece, s)
+        p = weights(piece, begun[i])
     add(pieces[-1], p)
 
 

@@ -19,8 +19,10 @@ _LOWEST = -1e30
 _TINY = 2.0**-100  # a divisor for rows that see nothing: their acc is 0
 
 
-def finish(plan: Plan, refs, tile, out):
+def finish(plan: Plan, refs, tile, out_ref):
     """Writes out and lse of a tile; returns whether it must be done again."""
+
+    heads = plan.tiles.heads
 
     def row_body(i, doubt):
         row = pl.multiple_of(i * LANES, LANES)
@@ -29,30 +31,35 @@ def finish(plan: Plan, refs, tile, out):
             query = tile.q_id * plan.tiles.block_q + row
             exists = query + jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1) < plan.shape.sq
 
-        def heads_from(first, doubt, count: int):
+        def heads_from(first, carry, count: int):
+            doubt, lses = carry
             outs = []
             for head in (first + i for i in range(count)):
-                values, fine = _finish_head(plan, refs, tile, head, pl.ds(row, LANES))
-                outs.append(values)
+                out, lse, fine = _finish_head(plan, refs, tile, head, pl.ds(row, LANES))
+                outs.append(out)
+                at_head = jax.lax.broadcasted_iota(jnp.int32, lses.shape, 0) == head
+                lses = jnp.where(at_head, lse, lses)
                 if exists is not None:
                     fine |= ~exists
                 doubt = jnp.maximum(doubt, jnp.where(fine, 0, 1))
-            blocks.store_heads(plan, out, first, outs, row)
-            return doubt
+            blocks.store_heads(plan, out_ref, first, outs, row)
+            return doubt, lses
 
-        heads = plan.tiles.heads
+        carry = doubt, jnp.zeros((heads, LANES), jnp.float32)
         if plan.out_form == "bshd":  # strided stores want the head to be known
             for first in range(0, heads, 2):
-                doubt = heads_from(first, doubt, 2)
-            return doubt
-        return jax.lax.fori_loop(0, heads, lambda head, doubt: heads_from(head, doubt, 1), doubt)
+                carry = heads_from(first, carry, 2)
+        else:
+            carry = jax.lax.fori_loop(0, heads, lambda i, carry: heads_from(i, carry, 1), carry)
+        doubt, refs.lse[:, pl.ds(row, LANES)] = carry
+        return doubt
 
     none = jnp.zeros((1, LANES), jnp.int32)
     return jnp.max(jax.lax.fori_loop(0, plan.tiles.block_q // LANES, row_body, none))
 
 
 def _finish_head(plan: Plan, refs, tile, head, rows):
-    """Writes lse of some queries; (out [dv, rows], whether a query need not be done again)."""
+    """Of some queries: (out [dv, rows], lse [1, rows], whether it need not be done again)."""
     total = jnp.sum(refs.l[head, :, rows], axis=0, keepdims=True)  # [1, rows]
     m = refs.m[head, :1, rows]
     fine = (total >= _LEAST_SUM) & (total <= _GREATEST_SUM) | (m == -jnp.inf)
@@ -63,10 +70,10 @@ def _finish_head(plan: Plan, refs, tile, head, rows):
         divisor = total + jnp.exp2(sink - jnp.maximum(m, _LOWEST))  # both may be -inf
         top = jnp.maximum(m, sink)
         whole = jnp.where(sees, total * jnp.exp2(m - top) + jnp.exp2(sink - top), total)
-    refs.lse[pl.ds(head, 1), rows] = jnp.where(sees, top * _LN2 + jnp.log(whole), -jnp.inf)
+    lse = jnp.where(sees, top * _LN2 + jnp.log(whole), -jnp.inf)
     out = refs.acc[head, :, rows] * (1.0 / jnp.maximum(divisor, _TINY))
     # The sum is finite unless some value is not (or, seldom, for huge values).
-    return out, fine & (jnp.abs(jnp.sum(out, axis=0, keepdims=True)) < jnp.inf)
+    return out, lse, fine & (jnp.abs(jnp.sum(out, axis=0, keepdims=True)) < jnp.inf)
 
 
 def _out_copies(plan: Plan, refs, index, slot):
