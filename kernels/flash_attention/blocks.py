@@ -64,12 +64,15 @@ def _words(ref):
     return words.reshape(-1, LANES)
 
 
-def load_pair(ref, pair: int, interpret: bool):
-    """float32 [rows, width] of heads 2 * pair and 2 * pair + 1 of a "bshd" block.
+def load_pair(ref, pair: int, interpret: bool, upright: bool = False):
+    """float32 [rows, width] of heads 2 * pair and 2 * pair + 1 of a "bshd" block; upright:
+    [width, rows].
 
     Strided loads bring them apart. The interpreter knows neither bitcasts of refs nor packing.
     """
     _, _, parts, tile, _ = ref.shape
+    if upright and (interpret or ref.dtype != jnp.bfloat16):
+        return tuple(x.T for x in load_pair(ref, pair, interpret))
     if interpret:
         return tuple(
             jnp.concatenate(
@@ -80,6 +83,7 @@ def load_pair(ref, pair: int, interpret: bool):
     if ref.dtype == jnp.bfloat16:
         words = [_words(ref)[_strided(ref, 2 * pair, part, 2), :] for part in range(parts)]
         words = jnp.concatenate(words, axis=1)
+        words = words.T if upright else words
         low = jax.lax.bitcast_convert_type(words << 16, jnp.float32)
         return low, jax.lax.bitcast_convert_type(words & _HIGH, jnp.float32)
     flat = ref.reshape(-1, LANES)
@@ -208,11 +212,10 @@ def split_heads(plan: Plan, form: str, ring, slot, split, first_head, upright: b
 
     def copy_from(inner: int):
         for head in range(inner // 2 * 2, inner + used, 2):
-            pair = load_pair(src, head // 2, plan.interpret)
+            pair = load_pair(src, head // 2, plan.interpret, upright)
             for i in range(2):
                 if inner <= head + i < inner + used:
-                    x = pair[i].T if upright else pair[i]
-                    split[head + i - inner] = x.astype(split.dtype)
+                    split[head + i - inner] = pair[i].astype(split.dtype)
 
     if staged == used:
         copy_from(0)

@@ -8,6 +8,7 @@ columns of it (an MXU of 256 columns takes 3/4 of the time for both matmuls of 1
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -280,8 +281,19 @@ def strip_rows(plan: Plan) -> int:
     return _step(plan.tiles.block_q)
 
 
-def _piece(plan: Plan, refs, k_ref, v_ref, place: Place, row, chunk, size: int, is_first: bool):
-    """`strip_rows` queries and `size` keys from chunk `chunk` of a block.
+def _piece(
+    plan: Plan,
+    refs,
+    k_ref,
+    v_ref,
+    place: Place,
+    row,
+    chunk,
+    size: int,
+    is_first: bool = False,
+    is_full: bool = False,
+):
+    """`strip_rows` queries and `size` keys from chunk `chunk` of a block; is_full: all visible.
 
     All heads side by side, so that matmuls and exponentials overlap; they share the mask, which is
     made once and waits in VMEM as all ones or zeros.
@@ -290,14 +302,18 @@ def _piece(plan: Plan, refs, k_ref, v_ref, place: Place, row, chunk, size: int, 
     count = strip_rows(plan)
     col = pl.multiple_of(jnp.minimum(chunk * LANES, plan.tiles.block_k - size), LANES)
     rows, keys = pl.ds(row, count), pl.ds(col, size)
-    low = jnp.maximum(place.first_key + chunk * LANES, 0)
-    seen = masks.general_mask(plan, refs, place, row, count, col, size, low)
-    if plan.mask_batch and plan.shape.mask_heads == 1:
-        seen &= refs.mask_buf[0, keys, rows].astype(jnp.int32) != 0
-    refs.seen[:size] = jnp.where(seen, -1, 0)
+    if not is_full:
+        low = jnp.maximum(place.first_key + chunk * LANES, 0)
+        seen = masks.general_mask(plan, refs, place, row, count, col, size, low)
+        if plan.mask_batch and plan.shape.mask_heads == 1:
+            seen &= refs.mask_buf[0, keys, rows].astype(jnp.int32) != 0
+        refs.seen[:size] = jnp.where(seen, -1, 0)
 
     def act(heads: list):
         def piece_of(head) -> _Piece:
+            if is_full:
+                return _Piece(head, rows, keys, is_first)
+
             def hide(p):
                 bits = pltpu.bitcast(p, jnp.int32) & refs.seen[:size]
                 if plan.shape.mask_heads > 1:
@@ -344,14 +360,18 @@ def masked_body(plan: Plan, refs, k_ref, v_ref, place: Place):
 
         def piece(i, chunk):
             live, step = refs.state[LIVE], jnp.int32(1)
+            is_first = (live >> strip) & 1 == 0
             for size, begin, end in zip(sizes, [0, *ends], ends, strict=False):
                 fits = (i >= begin) & (i < end)
                 step = jnp.where(fits, size // LANES, step)
-                for is_first in (False, True):
-
-                    @pl.when(fits & (((live >> strip) & 1 == 0) == is_first))
-                    def _(is_first=is_first, size=size):
-                        _piece(plan, refs, k_ref, v_ref, place, row, chunk, size, is_first)
+                run = functools.partial(_piece, plan, refs, k_ref, v_ref, place, row, chunk, size)
+                pl.when(fits & is_first)(functools.partial(run, is_first=True))
+                fits &= ~is_first
+                if size == CHUNK and not plan.mask_batch:
+                    is_full = masks.all_seen(plan, refs, place, row, count, chunk * LANES, size)
+                    pl.when(fits & is_full)(functools.partial(run, is_full=True))
+                    fits &= ~is_full
+                pl.when(fits)(run)
 
             refs.state[LIVE] = live | (1 << strip)
             return chunk + step

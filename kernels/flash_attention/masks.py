@@ -124,6 +124,23 @@ def id_state(plan: Plan, refs, place: Place, row, rows: int, col, cols: int):
     return some, every
 
 
+def all_seen(plan: Plan, refs, place: Place, row, rows: int, col, cols: int):
+    """Whether some queries, in one chunk, see all of up to CHUNK keys of a block; seldom False
+    where they do. Not by the boolean mask."""
+    first = place.first_key + col
+    every = (first >= 0) & (first + cols <= place.length)
+    if plan.has_band and not plan.has_positions:
+        gap = first - place.first_position - row
+        if plan.shape.right >= 0:
+            every &= gap + cols - 1 <= plan.shape.right
+        if plan.shape.left >= 0:
+            every &= gap - rows + 1 >= -plan.shape.left
+    if plan.has_ids:
+        for key in (col, col + cols - 1):
+            every &= id_state(plan, refs, place, row, rows, key, 1)[1]
+    return every
+
+
 def _mask_state(plan: Plan, refs, place: Place):
     """0 empty, 1 partial, 2 full: the boolean mask in a block, over all heads."""
     batch = place.batch if plan.mask_batch > 1 else 0
