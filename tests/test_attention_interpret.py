@@ -208,6 +208,7 @@ def documents(*lengths: int) -> torch.Tensor:
     [
         ([100, 230, 50, 260], (2, 1), 64, torch.float32),  # borders in strips and in blocks
         pytest.param([300, 350], (16, 8), 128, torch.bfloat16, marks=SLOW),  # heads in two parts
+        pytest.param([200, 700], (2, 1), 64, torch.float32, marks=SLOW),  # 256 keys without an edge
     ],
 )
 def test_documents_of_any_length(lengths, heads, d, dtype):  # FA15

@@ -64,12 +64,15 @@ def _words(ref):
     return words.reshape(-1, LANES)
 
 
-def load_pair(ref, pair: int, interpret: bool):
-    """float32 [rows, width] of heads 2 * pair and 2 * pair + 1 of a "bshd" block.
+def load_pair(ref, pair: int, interpret: bool, upright: bool = False):
+    """float32 [rows, width] of heads 2 * pair and 2 * pair + 1 of a "bshd" block; upright:
+    [width, rows].
 
     Strided loads bring them apart. The interpreter knows neither bitcasts of refs nor packing.
     """
     _, _, parts, tile, _ = ref.shape
+    if upright and (interpret or ref.dtype != jnp.bfloat16):
+        return tuple(x.T for x in load_pair(ref, pair, interpret))
     if interpret:
         return tuple(
             jnp.concatenate(
@@ -80,6 +83,7 @@ def load_pair(ref, pair: int, interpret: bool):
     if ref.dtype == jnp.bfloat16:
         words = [_words(ref)[_strided(ref, 2 * pair, part, 2), :] for part in range(parts)]
         words = jnp.concatenate(words, axis=1)
+        words = words.T if upright else words
         low = jax.lax.bitcast_convert_type(words << 16, jnp.float32)
         return low, jax.lax.bitcast_convert_type(words & _HIGH, jnp.float32)
     flat = ref.reshape(-1, LANES)
@@ -89,57 +93,56 @@ def load_pair(ref, pair: int, interpret: bool):
     )
 
 
-def store_pair(ref, pair: int, row: int, even, odd, interpret: bool):
-    """Inverse of `load_pair` for the rows from `row`, rounding to the dtype of `ref`."""
+def store_pair(ref, pair: int, row: int, even, odd, interpret: bool, upright: bool = False):
+    """Inverse of `load_pair` for the rows from `row`, rounding to the dtype of `ref`.
+
+    upright: even and odd are [width, rows].
+    """
     _, _, parts, tile, _ = ref.shape
-    rows = even.shape[0]
+    rows = even.shape[1 if upright else 0]
+    shares_words = ref.dtype == jnp.bfloat16 and not interpret
     for part in range(parts):
         lanes = slice(part * LANES, (part + 1) * LANES)
-        values = even[:, lanes], odd[:, lanes]
+        values = [x[lanes] if upright else x[:, lanes] for x in (even, odd)]
+        if upright and not shares_words:
+            values = [x.T for x in values]
         heads = 2 * pair, 2 * pair + 1
         if interpret:
             for head, x in zip(heads, values, strict=False):
                 ref[pl.ds(row, rows), head // tile, part, head % tile, :] = x.astype(ref.dtype)
-        elif ref.dtype == jnp.bfloat16:
-            words = pltpu.pack_elementwise(values, packed_dtype=jnp.bfloat16)
-            _words(ref)[_strided(ref, 2 * pair, part, 2, row, rows), :] = words.astype(jnp.int32)
+        elif shares_words:
+            words = pltpu.pack_elementwise(values, packed_dtype=jnp.bfloat16).astype(jnp.int32)
+            words = words.T if upright else words
+            _words(ref)[_strided(ref, 2 * pair, part, 2, row, rows), :] = words
         else:
             for head, x in zip(heads, values, strict=False):
                 ref.reshape(-1, LANES)[_strided(ref, head, part, 1, row, rows), :] = x
 
 
 def split_queries(plan: Plan, q_refs, queries_ref):
-    """queries_ref [heads, block_q, d] = q_refs, equal parts of the heads in stored order."""
-    if plan.q_form == "bshd":
-        heads = plan.tiles.heads // len(q_refs)
-        for head in range(0, plan.tiles.heads, 2):
-            pair = load_pair(q_refs[head // heads], head % heads // 2, plan.interpret)
-            for i, x in enumerate(pair):
-                queries_ref[head + i] = x.astype(queries_ref.dtype)
-        return
-    (q_ref,) = q_refs
-
-    def turn(head, _):
-        queries_ref[head] = q_ref[head].astype(jnp.float32).T.astype(queries_ref.dtype)
-        return 0
-
-    jax.lax.fori_loop(0, plan.tiles.heads, turn, 0)
+    """queries_ref [heads, block_q, d] = q_refs, equal parts of the heads in "bshd" order."""
+    heads = plan.tiles.heads // len(q_refs)
+    for head in range(0, plan.tiles.heads, 2):
+        pair = load_pair(q_refs[head // heads], head % heads // 2, plan.interpret)
+        for i, x in enumerate(pair):
+            queries_ref[head + i] = x.astype(queries_ref.dtype)
 
 
 def store_heads(plan: Plan, out_ref, first, heads: list, row):
-    """Writes float32 [rows, dv] of the heads from `first` to out_ref, in stored order."""
+    """Writes float32 [dv, rows] of the heads from `first` to out_ref, in stored order."""
+    count = heads[0].shape[1]
     if plan.out_form == "bshd":
         if plan.head_tiles > 1:
             out_ref, first = out_ref.at[first // SUBLANES], first % SUBLANES
-        out_ref = out_ref.at[pl.ds(row, heads[0].shape[0])]
-        store_pair(out_ref, first // 2, 0, *heads, plan.interpret)
+        out_ref = out_ref.at[pl.ds(row, count)]
+        store_pair(out_ref, first // 2, 0, *heads, plan.interpret, upright=True)
         return
-    rows = pl.ds(row, heads[0].shape[0])
+    rows = pl.ds(row, count)
     for i, x in enumerate(heads):
         if plan.out_form == "bhds":
-            out_ref[first + i, :, rows] = x.T.astype(out_ref.dtype)
+            out_ref[first + i, :, rows] = x.astype(out_ref.dtype)
         else:
-            out_ref[first + i, rows, :] = x.astype(out_ref.dtype)
+            out_ref[first + i, rows, :] = x.T.astype(out_ref.dtype)
 
 
 def _pieces(plan: Plan, form: str, start):
@@ -193,16 +196,23 @@ def kv_copies(plan: Plan, refs, batch, group, block, slot, length):
     ]
 
 
-def split_heads(plan: Plan, form: str, ring, slot, split, first_head):
-    """Writes the heads in use of a "bshd" block to split [heads, block_k, width]."""
-    if form != "bshd":
-        return
+def split_heads(plan: Plan, form: str, ring, slot, split, first_head, upright: bool = False):
+    """Writes the heads in use of a block to split [heads, block_k, width], or, upright,
+    [heads, width, block_k]."""
     src, split, used = ring.at[slot], split.at[slot], plan.kv_heads
+    if form != "bshd":  # the other of these two orders
+
+        def turn(head, _):
+            split[head] = src[head].astype(jnp.float32).T.astype(split.dtype)
+            return 0
+
+        jax.lax.fori_loop(0, used, turn, 0)
+        return
     staged = src.shape[1] * src.shape[3]
 
     def copy_from(inner: int):
         for head in range(inner // 2 * 2, inner + used, 2):
-            pair = load_pair(src, head // 2, plan.interpret)
+            pair = load_pair(src, head // 2, plan.interpret, upright)
             for i in range(2):
                 if inner <= head + i < inner + used:
                     split[head + i - inner] = pair[i].astype(split.dtype)
@@ -215,13 +225,12 @@ def split_heads(plan: Plan, form: str, ring, slot, split, first_head):
         pl.when(inner == start)(functools.partial(copy_from, start))
 
 
-def zero_rows(form: str, ref, low, high):
-    """Zeroes the keys of ref outside [low, high): ref [heads, keys, width] or [heads, width, keys].
+def zero_columns(ref, low, high):
+    """Zeroes the keys of ref [heads, width, keys] outside [low, high).
 
     A hidden value times a probability of 0 is NaN if the value is.
     """
-    axis = 2 if form == "bhds" else 1
-    key = jax.lax.broadcasted_iota(jnp.int32, ref.shape[1:], axis - 1)
+    key = jax.lax.broadcasted_iota(jnp.int32, ref.shape[1:], 1)
 
     def head_body(head, _):
         x = ref[head].astype(jnp.float32)
@@ -232,16 +241,14 @@ def zero_rows(form: str, ref, low, high):
 
 
 def ring_shapes(plan: Plan):
-    """VMEM shapes of (k_ring, v_ring, k_split, v_split); no split where a ring is head-major."""
+    """VMEM shapes of (k_ring, v_ring, k_split, v_split); no split where k is stored as rows or v
+    as columns."""
     shape, size, slots = plan.shape, plan.tiles.block_k, plan.tiles.slots
     rings, splits = [], []
-    for form, width in ((plan.k_form, shape.d), (plan.v_form, shape.dv)):
+    for form, width, wanted in ((plan.k_form, shape.d, "bhsd"), (plan.v_form, shape.dv, "bhds")):
         used = plan.kv_heads
-        if form == "bshd":
-            staged = tiling.staged_heads(shape.hkv, used)
-            rings.append((slots, *block_shape(form, staged, size, width)))
-            splits.append((slots, used, size, width))
-        else:
-            rings.append((slots, *block_shape(form, used, size, width)))
-            splits.append(None)
+        staged = tiling.staged_heads(shape.hkv, used) if form == "bshd" else used
+        rings.append((slots, *block_shape(form, staged, size, width)))
+        split = slots, *block_shape(wanted, used, size, width)
+        splits.append(None if form == wanted else split)
     return (*rings, *splits)

@@ -77,8 +77,9 @@ def _optional_inputs(plan: Plan, given: dict[str, jax.Array]):
     if plan.mask_batch:
         mask = given["mask"]
         inputs["mask_states"] = masks.mask_block_states(mask, rows, keys), smem
-        pad = ((0, 0), (0, 0), (0, -mask.shape[2] % rows), (0, -mask.shape[3] % keys))
-        inputs["mask"] = jnp.pad(mask, pad).astype(jnp.int8), pl.BlockSpec(memory_space=pl.ANY)
+        pad = ((0, 0), (0, 0), (0, -mask.shape[3] % keys), (0, -mask.shape[2] % rows))
+        mask = jnp.pad(mask.swapaxes(2, 3), pad).astype(jnp.int8)
+        inputs["mask"] = mask, pl.BlockSpec(memory_space=pl.ANY)
     return inputs
 
 
@@ -87,31 +88,32 @@ def _scratch(plan: Plan, dtype) -> dict[str, object]:
     heads, rows = tiles.heads, tiles.block_q
     k_ring, v_ring, k_split, v_split = blocks.ring_shapes(plan)
     scratch = {
-        "acc": pltpu.VMEM((heads, rows, shape.dv), jnp.float32),
-        "l": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "m": pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        "acc": pltpu.VMEM((heads, shape.dv, rows), jnp.float32),
+        "l": pltpu.VMEM((heads, SUBLANES, rows), jnp.float32),
+        "m": pltpu.VMEM((heads, SUBLANES, rows), jnp.float32),
         "k_ring": pltpu.VMEM(k_ring, dtype),
         "v_ring": pltpu.VMEM(v_ring, dtype),
         "kv_sem": pltpu.SemaphoreType.DMA((2, tiles.slots)),
         "ring": pltpu.SMEM((3, tiles.slots), jnp.int32),
         "state": pltpu.SMEM((4,), jnp.int32),
-        "seen": pltpu.VMEM((bodies.strip_rows(plan), bodies.piece_sizes(plan)[0]), jnp.int32),
+        "seen": pltpu.VMEM((bodies.piece_sizes(plan)[0], bodies.strip_rows(plan)), jnp.int32),
     }
     if plan.head_tiles > 1:
         block = blocks.block_shape(plan.out_form, SUBLANES, rows, shape.dv)
         scratch["out_buf"] = pltpu.VMEM((2, plan.head_tiles, *block), dtype)
         scratch["out_sem"] = pltpu.SemaphoreType.DMA((2,))
-    if plan.q_form != "bhsd":
+    if plan.q_form == "bshd":
         scratch["queries"] = pltpu.VMEM((heads, rows, shape.d), dtype)
     for name, split in (("k_split", k_split), ("v_split", v_split)):
         if split is not None:
             scratch[name] = pltpu.VMEM(split, dtype)
     for kind, present in (("segment", plan.has_segments), ("position", plan.has_positions)):
         if present:
-            scratch[f"q_{kind}_cols"] = pltpu.VMEM((rows, LANES), jnp.int32)
+            columns = tiles.slots, tiles.block_k, LANES
+            scratch[f"kv_{kind}_cols"] = pltpu.VMEM(columns, jnp.int32)
     if plan.mask_batch:
         count = heads if shape.mask_heads > 1 else 1
-        scratch["mask_buf"] = pltpu.VMEM((count, rows, tiles.block_k), jnp.int8)
+        scratch["mask_buf"] = pltpu.VMEM((count, tiles.block_k, rows), jnp.int8)
         scratch["mask_sem"] = pltpu.SemaphoreType.DMA((1,))
     return scratch
 

@@ -194,7 +194,7 @@ def _prepare(plan: Plan, refs: _Refs, tile: _Tile, slot):
     @pl.when((tile.first_key < 0) | (tile.first_key + plan.tiles.block_k > tile.length))
     def _():
         low, high = -tile.first_key, tile.length - tile.first_key
-        blocks.zero_rows("bhds", refs.v_buf.at[slot], low, high)
+        blocks.zero_columns(refs.v_buf.at[slot], low, high)
 
     def body(kv_head, broken):
         for i in range(0, plan.tiles.block_k, LANES):

@@ -27,9 +27,10 @@ class Place:
     first_position: jax.Array  # its key position (implicit positions)
     first_key: jax.Array  # may be negative
     length: jax.Array | int  # valid keys
+    slot: jax.Array | int = 0  # of the ring, where the block lies
 
     @classmethod
-    def at(cls, plan: Plan, batch, q_id, block, length) -> Place:
+    def at(cls, plan: Plan, batch, q_id, block, length, slot=0) -> Place:
         first_query = q_id * plan.tiles.block_q
         return cls(
             batch,
@@ -39,6 +40,7 @@ class Place:
             first_query + plan.offset(length),
             block * plan.tiles.block_k + plan.key_shift(length),
             length,
+            slot,
         )
 
 
@@ -122,6 +124,23 @@ def id_state(plan: Plan, refs, place: Place, row, rows: int, col, cols: int):
     return some, every
 
 
+def all_seen(plan: Plan, refs, place: Place, row, rows: int, col, cols: int):
+    """Whether some queries, in one chunk, see all of up to CHUNK keys of a block; seldom False
+    where they do. Not by the boolean mask."""
+    first = place.first_key + col
+    every = (first >= 0) & (first + cols <= place.length)
+    if plan.has_band and not plan.has_positions:
+        gap = first - place.first_position - row
+        if plan.shape.right >= 0:
+            every &= gap + cols - 1 <= plan.shape.right
+        if plan.shape.left >= 0:
+            every &= gap - rows + 1 >= -plan.shape.left
+    if plan.has_ids:
+        for key in (col, col + cols - 1):
+            every &= id_state(plan, refs, place, row, rows, key, 1)[1]
+    return every
+
+
 def _mask_state(plan: Plan, refs, place: Place):
     """0 empty, 1 partial, 2 full: the boolean mask in a block, over all heads."""
     batch = place.batch if plan.mask_batch > 1 else 0
@@ -172,47 +191,39 @@ def body_of(plan: Plan, refs, place: Place):
     return body
 
 
-def band_mask(plan: Plan, place: Place, row, rows: int, col, cols: int, sides=(True, True)):
-    """bool [rows, cols]: the causal or windowed band, or None."""
+def band_mask(plan: Plan, place: Place, row, rows: int, col, cols: int):
+    """bool [cols, rows]: the causal or windowed band, or None."""
     if not plan.has_band or plan.has_positions:
         return None
-    delta = jax.lax.broadcasted_iota(jnp.int32, (rows, cols), 1) - jax.lax.broadcasted_iota(
-        jnp.int32, (rows, cols), 0
-    )
-    gap = place.first_position - place.first_key + row - col
+    key, query = (jax.lax.broadcasted_iota(jnp.int32, (cols, rows), axis) for axis in (0, 1))
+    delta, gap = key - query, place.first_position - place.first_key + row - col
     seen = None
-    if plan.shape.right >= 0 and sides[1]:
+    if plan.shape.right >= 0:
         seen = delta <= gap + plan.shape.right
-    if plan.shape.left >= 0 and sides[0]:
+    if plan.shape.left >= 0:
         right = delta >= gap - plan.shape.left
         seen = right if seen is None else seen & right
     return seen
 
 
-def _widen(column, cols: int):
-    """[rows, LANES], equal in all lanes, to [rows, cols]."""
-    return jnp.concatenate([column] * (cols // LANES), axis=1) if cols > LANES else column
-
-
 def general_mask(plan: Plan, refs, place: Place, row, rows: int, col, cols: int, low=0):
-    """bool [rows, cols] of everything that does not depend on the head.
+    """bool [cols, rows] of everything that does not depend on the head.
 
     low: first key that counts.
     """
     terms = [band_mask(plan, place, row, rows, col, cols)]
-    key = place.first_key + col + jax.lax.broadcasted_iota(jnp.int32, (rows, cols), 1)
+    key = place.first_key + col + jax.lax.broadcasted_iota(jnp.int32, (cols, rows), 0)
     terms.append((key >= low) & (key < place.length))
-    at_rows = pl.ds(row, rows)
-    at_keys = pl.ds(pl.multiple_of(place.first_key + col, LANES), cols)
 
-    def pair(columns, keys):
-        return _widen(columns[at_rows, :], cols), keys[0, :, at_keys]
+    def pair(columns, ids):
+        column = columns[place.slot, pl.ds(col, cols), :]
+        return jnp.concatenate([column] * (rows // LANES), axis=1), ids[0, :, pl.ds(row, rows)]
 
     if plan.has_segments:
-        query, other = pair(refs.q_segment_cols, refs.kv_segments)
+        other, query = pair(refs.kv_segment_cols, refs.q_segments)
         terms.append(query == other)
     if plan.has_positions and plan.has_band:
-        query, other = pair(refs.q_position_cols, refs.kv_positions)
+        other, query = pair(refs.kv_position_cols, refs.q_positions)
         if plan.shape.right >= 0:
             terms.append(other <= query + plan.shape.right)
         if plan.shape.left >= 0:
@@ -224,10 +235,10 @@ def general_mask(plan: Plan, refs, place: Place, row, rows: int, col, cols: int,
     return seen
 
 
-def spread_column(ref, column_ref, rows: int):
-    """column_ref [rows, LANES] = ref [1, 1, rows] turned upright, repeated in all lanes."""
+def spread_column(ref, column_ref, rows: int, first=0):
+    """column_ref [rows, LANES] = ref [1, 1, from first] turned upright, repeated in all lanes."""
     for i in range(0, rows, LANES):
-        part = jnp.broadcast_to(ref[0, :, i : i + LANES], (LANES, LANES))
+        part = jnp.broadcast_to(ref[0, :, pl.ds(first + i, LANES)], (LANES, LANES))
         column_ref[i : i + LANES] = part.T
 
 

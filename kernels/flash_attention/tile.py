@@ -26,10 +26,10 @@ class _Refs:
     v: jax.Ref  # HBM
     out: jax.Ref  # VMEM, one block in its stored order; HBM if there is an out_buf
     lse: jax.Ref  # VMEM [heads, block_q]
-    queries: jax.Ref | None  # [heads, block_q, d], the same as q if that is stored so
-    acc: jax.Ref  # float32 [heads, block_q, dv]
-    l: jax.Ref  # float32 [heads, block_q, LANES] sums of 2^(s - m), still apart by lane
-    m: jax.Ref  # float32 [heads, block_q, LANES] equal in all lanes
+    queries: jax.Ref | None  # [heads, block_q, d], or q itself if that is head-major in any order
+    acc: jax.Ref  # float32 [heads, dv, block_q]
+    l: jax.Ref  # float32 [heads, SUBLANES, block_q] sums of 2^(s - m), still apart by sublane
+    m: jax.Ref  # float32 [heads, SUBLANES, block_q] equal in all sublanes
     k_ring: jax.Ref  # [slots, block] in stored order
     v_ring: jax.Ref
     kv_sem: jax.Ref  # [2, slots]
@@ -37,8 +37,8 @@ class _Refs:
     state: jax.Ref  # SMEM [4], see _CURSOR and the like, bodies.LIVE
     out_buf: jax.Ref | None = None  # [2, tiles of heads, block of 8 heads in stored order]
     out_sem: jax.Ref | None = None  # [2]
-    k_split: jax.Ref | None = None  # [slots, kv_heads, block_k, d] for "bshd"
-    v_split: jax.Ref | None = None
+    k_split: jax.Ref | None = None  # [slots, kv_heads, block_k, d] unless stored so
+    v_split: jax.Ref | None = None  # [slots, kv_heads, dv, block_k] unless stored so
     sinks: jax.Ref | None = None  # SMEM [hq], in units of log2
     lengths: jax.Ref | None = None  # SMEM [b]
     q_segments: jax.Ref | None = None  # VMEM [1, 1, block_q]
@@ -50,12 +50,12 @@ class _Refs:
     q_position_bounds: jax.Ref | None = None
     kv_position_bounds: jax.Ref | None = None
     hulls: jax.Ref | None = None  # SMEM, see masks.strip_hulls
-    seen: jax.Ref | None = None  # VMEM int32 [rows, keys], see bodies.masked_body
-    q_segment_cols: jax.Ref | None = None  # VMEM [block_q, LANES]
-    q_position_cols: jax.Ref | None = None
-    mask: jax.Ref | None = None  # HBM int8 [mb, mh, rows, keys], whole blocks
+    seen: jax.Ref | None = None  # VMEM int32 [keys, rows], see bodies.masked_body
+    kv_segment_cols: jax.Ref | None = None  # VMEM [slots, block_k, LANES]
+    kv_position_cols: jax.Ref | None = None
+    mask: jax.Ref | None = None  # HBM int8 [mb, mh, keys, rows], whole blocks
     mask_states: jax.Ref | None = None  # SMEM, see masks.mask_block_states
-    mask_buf: jax.Ref | None = None  # VMEM int8 [1 or heads, block_q, block_k]
+    mask_buf: jax.Ref | None = None  # VMEM int8 [1 or heads, block_k, block_q]
     mask_sem: jax.Ref | None = None
 
 
@@ -137,13 +137,22 @@ def _arrive(plan: Plan, refs: _Refs, tile: _Tile, block, slot):
 
 
 def _heads_of_block(plan: Plan, refs: _Refs, tile: _Tile, place: Place, slot):
-    """(k, v) refs of a block with the head first; values past the keys are zero."""
+    """(k [kv_heads, block_k, d], v [kv_heads, dv, block_k]); values past the keys are zero."""
     first_head = plan.first_kv_head(tile.group)
 
     @pl.when(refs.ring[_SPLIT, slot] == 0)
     def _():
-        blocks.split_heads(plan, plan.k_form, refs.k_ring, slot, refs.k_split, first_head)
-        blocks.split_heads(plan, plan.v_form, refs.v_ring, slot, refs.v_split, first_head)
+        if refs.k_split is not None:
+            blocks.split_heads(plan, plan.k_form, refs.k_ring, slot, refs.k_split, first_head)
+        if refs.v_split is not None:
+            blocks.split_heads(plan, plan.v_form, refs.v_ring, slot, refs.v_split, first_head, True)
+        for ids, columns in (
+            (refs.kv_segments, refs.kv_segment_cols),
+            (refs.kv_positions, refs.kv_position_cols),
+        ):
+            if ids is not None:
+                first_key = pl.multiple_of(place.first_key, LANES)
+                masks.spread_column(ids, columns.at[slot], plan.tiles.block_k, first_key)
 
     refs.ring[_SPLIT, slot] = 1
     k = (refs.k_ring if refs.k_split is None else refs.k_split).at[slot]
@@ -152,7 +161,7 @@ def _heads_of_block(plan: Plan, refs: _Refs, tile: _Tile, place: Place, slot):
 
     @pl.when((place.first_key < 0) | (place.first_key + size > place.length))
     def _():
-        blocks.zero_rows(plan.v_form, v, -place.first_key, place.length - place.first_key)
+        blocks.zero_columns(v, -place.first_key, place.length - place.first_key)
 
     return k, v
 
@@ -167,8 +176,8 @@ def _load_mask(plan: Plan, refs: _Refs, tile: _Tile, block):
         refs.mask.at[
             batch,
             pl.ds(first, count),
-            pl.ds(pl.multiple_of(tile.q_id * rows, rows), rows),
             pl.ds(pl.multiple_of(block * keys, keys), keys),
+            pl.ds(pl.multiple_of(tile.q_id * rows, rows), rows),
         ],
         refs.mask_buf,
         refs.mask_sem.at[0],
@@ -185,13 +194,10 @@ def _reset(refs: _Refs):
 
 def _clear(plan: Plan, refs: _Refs, row):
     """acc, l and m of a strip that sees nothing."""
-    count = bodies.strip_rows(plan)
-    rows = pl.ds(row, count)
+    rows = pl.ds(row, bodies.strip_rows(plan))
 
     def head_body(head, _):
-        refs.acc[head, rows] = jnp.zeros((count, plan.shape.dv), jnp.float32)
-        refs.l[head, rows] = jnp.zeros((count, LANES), jnp.float32)
-        refs.m[head, rows] = jnp.full((count, LANES), -jnp.inf)
+        bodies.clear(plan, refs, head, rows)
         return 0
 
     jax.lax.fori_loop(0, plan.tiles.heads, head_body, 0)
@@ -317,14 +323,8 @@ def _run_tile(plan: Plan, refs: _Refs, step, index):
         out = refs.out_buf.at[out_slot]
         pl.when(step >= 2)(lambda: epilogue.await_out(plan, refs, index - 2, out_slot))
     first_slot = _fetch(plan, refs, tile, tile.first, -1)
-    if plan.q_form != "bhsd":
+    if plan.q_form == "bshd":
         blocks.split_queries(plan, refs.q, refs.queries)
-    for ids, columns in (
-        (refs.q_segments, refs.q_segment_cols),
-        (refs.q_positions, refs.q_position_cols),
-    ):
-        if ids is not None:
-            masks.spread_column(ids, columns, plan.tiles.block_q)
     refs.state[_AGAIN] = 0
     refs.state[bodies.LIVE] = 0
 
@@ -336,7 +336,7 @@ def _run_tile(plan: Plan, refs: _Refs, step, index):
             _restart(plan, refs, tile, following)
 
         slot = jnp.where(mode == _RESTART, refs.state[_SLOT], slot)
-        place = Place.at(plan, tile.batch, tile.q_id, block, tile.length)
+        place = Place.at(plan, tile.batch, tile.q_id, block, tile.length, slot)
         after = _next_visible(plan, refs, tile.batch, tile.q_id, tile.length, block + 1, tile.stop)
         more = after < tile.stop
         ahead = _Tile(

@@ -39,14 +39,14 @@ class Tiles:
     block_q: int  # queries of one grid step
     block_k: int  # keys of one DMA and of one full body
     heads: int  # query heads of one grid step
-    row_step: int  # queries of one matmul
+    row_step: int  # queries of one matmul, but for the rest of a block
     band_step: int  # the same where the band cuts a block: short for a narrow window
     slots: int  # blocks of keys in flight
     vmem_bytes: int  # estimate
 
     def __post_init__(self):
-        assert self.block_q % self.row_step == 0 and self.block_k % LANES == 0, self
-        assert self.block_q % LANES == 0, self
+        assert self.block_q % LANES == 0 and self.block_k % LANES == 0, self
+        assert self.row_step % LANES == 0 and self.band_step % LANES == 0, self
         assert self.slots >= 2, self
 
 
@@ -112,27 +112,19 @@ def vmem_estimate(shape: Shape, block_q: int, block_k: int, heads: int, slots: i
     used = shape.kv_heads(heads)
     pad_heads = round_up(heads, SUBLANES)
     total = 2 * block_q * pad_heads * (d + dv) * size  # q and out, double-buffered
-    total += heads * block_q * (d * size + dv * 4 + 2 * LANES * 4)  # scaled q, acc, l, m
+    total += heads * block_q * (d * size + dv * 4 + 2 * SUBLANES * 4)  # split q, acc, l, m
     total += 2 * pad_heads * block_q * 4 + block_q * LANES * 4 * 3
     for width in (shape.d, shape.dv):
         lanes = round_up(width, LANES)
+        staged = used
         if storage(shape.hkv, width) == "bshd":
-            total += slots * block_k * max(8, staged_heads(shape.hkv, used)) * lanes * size
-            total += slots * used * block_k * lanes * size
-        elif storage(shape.hkv, width) == "bhsd":
-            total += slots * used * block_k * lanes * size
-        else:
-            total += slots * used * block_k * round_up(width, 16) * size
+            staged = max(SUBLANES, staged_heads(shape.hkv, used))
+        total += slots * (staged + used) * block_k * lanes * size
     if shape.mask_heads:
         total += (heads if shape.mask_heads > 1 else 1) * block_q * block_k
     if shape.has_ids:
-        total += 4 * block_q * LANES * 4 + 4 * SUBLANES * round_up(shape.sk, LANES) * 4
+        total += 2 * slots * block_k * LANES * 4 + 4 * SUBLANES * round_up(shape.sk, LANES) * 4
     return total + 6 * CHUNK * block_k * 4 + 2 * MIB
-
-
-def _row_step(block_q: int) -> int:
-    """The longest divisor of block_q up to CHUNK that keeps packed rows whole."""
-    return max(step for step in range(32, CHUNK + 1, 32) if block_q % step == 0)
 
 
 def _best_block(length: int, want: int, step: int) -> int:
@@ -195,7 +187,7 @@ def choose(shape: Shape, chip: Chip, **overrides) -> Tiles:
             _refuse(shape, chip)
     enough = [h for h in fitting if h * block_q >= enough_rows]
     heads = enough[0] if enough else fitting[-1]
-    row_step = overrides.get("row_step", _row_step(block_q))
+    row_step = overrides.get("row_step", min(CHUNK, block_q))
     band_step = LANES if window and window <= 2 * CHUNK else row_step
     band_step = overrides.get("band_step", band_step)
     return Tiles(
