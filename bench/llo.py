@@ -236,6 +236,7 @@ class Translator:
         dma(bundle, kind, granules, flag, source, destination)
         wait(flag, granules), add(flag, granules), clear(flag)
         store(address, value, condition)
+        reduced() -> the word that the vector unit hands to the scalar unit
     """
 
     def __init__(self, listing: Listing, delay_slots: int, events: Any) -> None:
@@ -385,7 +386,9 @@ class Translator:
             return f"negate({value[0]})"
         if opcode == "scalar_select":
             return f"select({', '.join(value[:3])})"
-        if not (opcode.startswith(("spop", "vsyncmov")) or ".f32" in opcode):
+        if opcode == "spop":
+            return "E.reduced()"
+        if not (opcode.startswith(("spop.", "vsyncmov")) or ".f32" in opcode):
             self.unknown_opcodes.add(opcode)
         return "U"
 
