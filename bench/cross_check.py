@@ -27,8 +27,13 @@ from bench.dumps import estimate_compiled
 RESULT = "cross_check.json"
 CHIPS = ("v5e", "v6e")
 TOLERANCE = 0.10
-# Cases on which the two differ by more than TOLERANCE, and why; (chip, case) or case.
-DIFFERENCES: dict[str, str] = {}
+# Cases on which the two differ by more than TOLERANCE, and why.
+DIFFERENCES = {
+    "A6": "ours is right: the other drops scalar stores under a predicate (`sst [...] (%p)`), "
+    "here the one that says that a tile is met for the first time, and so runs the body of the "
+    "second pass, which is shorter. With such stores it gives 253.8 us on v6e; 379.5 us on v5e, "
+    "where it also stalls on bursts of up to 16 matmuls, which the MXUs queue.",
+}
 # Cases of the list that are not compared, and why.
 NOT_COMPARED: dict[str, str] = {}
 

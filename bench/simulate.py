@@ -6,7 +6,9 @@ One bundle issues per cycle. Beside that, three things can hold the core up:
   and writes reach; one is complete `latency` after the memory has moved it, and waiting for its
   flag stalls;
 * the DMA engine: starting and awaiting a transfer costs DMA_COMMAND_CYCLES;
-* the MXUs: each works off its matmuls at the published peak, so no estimate beats it.
+* the MXUs: each works off its matmuls at the published peak, so no estimate beats it. Matmuls
+  queue: the compiler issues up to 16 of them two bundles apart, so what a straight run of bundles
+  gives an MXU only has to fit into that run.
 
 Bank conflicts, strided transfers, launch gaps and interconnect are not modelled.
 

@@ -145,6 +145,14 @@ def test_a_predicated_store_and_load_of_smem() -> None:
     assert (registers["s1"], registers["s4"]) == (8, 9)  # a bundle reads what was before it
 
 
+def test_a_transfer_that_the_compiler_found_to_be_never_made_is_none() -> None:
+    never = LOOP.replace("[thread:$0]", "[thread:$0] (0),").replace("wait [", "wait (0), [")
+    result, _ = run(never)
+    assert result.num_dmas == 0
+    assert result.dma_stall_cycles == 0
+    assert result.unknown == {}
+
+
 def test_known_operands_reach_smem_through_a_transfer() -> None:
     text = """
      0   :  { %s9_s0 = inlined_call_operand.hbm [shape: s32[16], index: 0, kind: input, shape index: {}] }
@@ -248,6 +256,7 @@ def test_known_values_pass_through_sorts_and_nested_calls() -> None:
         ("v6e", "R7", 2091, "MXU"),
         ("v5e", "A1", 698, "MXU"),
         ("v6e", "A1", 299, "MXU"),  # a head of 128 fills half of the MXU
+        ("v6e", "A6", 54.33, "HBM"),  # the MXU, a quarter of it filled: 36.77
         ("v6e", "N1", 97.43, "HBM"),
         ("v5e", "Q1", 130.7, "HBM"),
     ],
