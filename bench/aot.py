@@ -27,6 +27,13 @@ def _device(chip_name: str) -> Any:
     return topology.devices[0]
 
 
+def trace(fn: Callable[..., Any], args: Any, chip_name: str) -> Any:
+    """What jit traces of fn(*args) for a chip; needs no TPU compiler."""
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(args))
+    with lowering_for(CHIPS[chip_name]):
+        return jax.jit(fn).trace(*specs)
+
+
 def trace_and_compile(fn: Callable[..., Any], args: Any, chip_name: str) -> tuple[Any, Any]:
     """What jit traced and the executable of fn(*args), for one TPU device."""
     sharding = jax.sharding.SingleDeviceSharding(_device(chip_name))

@@ -4,7 +4,8 @@ fn is the JAX function that the torch op runs on the TPU. The counts are the cal
 once, outputs written once, weights of experts without rows not read. Group sizes and routing are
 real arrays, because an estimate follows them; everything else is a shape. "op" and what stands
 beside it name the operation, so that cases.py finds its peers; "head" is the width of an attention
-head, which the floor depends on.
+head, which the floor depends on; "ordinary" says that the values are such that a kernel which looks
+for rare ones (NaN, infinite, too far apart) finds none.
 """
 
 from __future__ import annotations
@@ -290,6 +291,7 @@ def add_attention(
         "bytes": 2.0 * b * d * (2 * sq * hq + 2 * sk * hkv),
         "op": "flash_attention",
         "head": d,
+        "ordinary": True,
         "causal": causal,
         "window": window,
         "masks": list(masks),
@@ -395,6 +397,7 @@ CASES["A5h"] = (  # A5 from a cache as transformers holds it
         "bytes": 2.0 * 64 * 128 * (2 * 32 + 2 * 4096 * 8),
         "op": "flash_attention_heads_first",
         "head": 128,
+        "ordinary": True,
     },
 )
 add_attention("A6", (1, 4096, 64, 8, 4096), 64, band(4096, 128), window=127, sinks=SINKS)
@@ -423,6 +426,7 @@ def add_attention_backward(name: str, s: int, hq: int, hkv: int, d: int) -> None
     matmul = 2.0 * hq * triangle(s) * d
     moved = 2.0 * s * d * (hq + hkv)  # of q and out, or k and v, or gradients of either
     counts = {"op": "flash_attention_backward", "head": d, "causal": True, "window": -1}
+    counts["ordinary"] = True
     for suffix, fn, arrays, matmuls, passes in (
         ("", attention_and_backward, (q, k, k, q), 7, 5),
         ("-alone", attention_backward, (q, k, k, q, lse, q), 5, 4),

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Only these stages are written; a full dump is some hundred files for each operation.
@@ -105,10 +106,21 @@ def _write(path: Path, facts: dict) -> None:
     path.with_suffix(".part").rename(path)
 
 
+def estimate_compiled(case: Any, chip: str, traced: Any, folder: Path) -> dict[str, Any]:
+    """The fields of program.Cost of a case, from its dumps: hlo.txt and dump/ in folder."""
+    import jax
+
+    from bench import known_values, program
+
+    calls = known_values.pallas_operands(traced.jaxpr, jax.tree.leaves(case.args))
+    ordinary = case.counts.get("ordinary", False)
+    return dataclasses.asdict(program.Program(folder, chip, calls, ordinary=ordinary).cost())
+
+
 def _compile(chip: str, case_name: str, folder: Path, dump: Path) -> None:
     import jax
 
-    from bench import aot, cases, known_values, program
+    from bench import aot, cases
 
     dump.mkdir(exist_ok=True)
     jax.clear_caches()  # a program that is found there is not compiled, so nothing is dumped
@@ -121,11 +133,10 @@ def _compile(chip: str, case_name: str, folder: Path, dump: Path) -> None:
         facts["compile_s"] = round(time.monotonic() - start, 1)
         dump.rename(folder / "dump")
         (folder / "hlo.txt").write_text(compiled.as_text())
-        calls = known_values.pallas_operands(traced.jaxpr, jax.tree.leaves(case.args))
         results = jax.tree.leaves(traced.out_info)
         facts["written"] = sum(x.size * x.dtype.itemsize for x in results)
         facts |= case.counts
-        facts |= dataclasses.asdict(program.Program(folder, chip, calls).cost())
+        facts |= estimate_compiled(case, chip, traced, folder)
     except Exception as error:
         shutil.rmtree(dump, ignore_errors=True)
         facts["error"] = f"{type(error).__name__}: {error}"[:2000]

@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"/\*.*?\*/", re.S)
 _REGION = re.compile(r"(Start/End empty|Start|End) region (\d+)")
 _DIRECTION = re.compile(r"\b(?:hbm|vmem|smem)-to-(?:hbm|vmem|smem)\b")
 _INSTRUCTION = re.compile(r"^(?:(%\w+) = )?([a-z][\w.]*)(?:<[^>]*>)?\s*(.*)$", re.S)
-_PREDICATE = re.compile(r"^\((!?%\w+)(?:,\s*([^)]*))?\),?\s*")
+_PREDICATE = re.compile(r"^\((!?%\w+|0)(?:,\s*([^)]*))?\),?\s*")
 _REGISTER = re.compile(r"^(!?)%\w*?_?([sp])(\d+)$")
 _OPERAND = re.compile(
     r"%s\d+_(s\d+) = inlined_call_operand\.(<no memory space>|\w+) "
@@ -129,6 +129,8 @@ def _scalar(text: str) -> Instruction | None:
     predicate = _PREDICATE.match(rest)
     if predicate:
         rest = rest[predicate.end() :]
+        if predicate.groups() == ("0", None):  # never happens
+            return None
     tokens = [token.strip() for token in rest.split(",")]
     named = dict(re.split(r"\s*=\s*", token, maxsplit=1) for token in tokens if "=" in token)
     args = [re.sub(r"(?<=\w)\s+\[#\w+\]$", "", t) for t in tokens if t and "=" not in t]
@@ -236,6 +238,7 @@ class Translator:
         dma(bundle, kind, granules, flag, source, destination)
         wait(flag, granules), add(flag, granules), clear(flag)
         store(address, value, condition)
+        reduced() -> the word that the vector unit hands to the scalar unit
     """
 
     def __init__(self, listing: Listing, delay_slots: int, events: Any) -> None:
@@ -385,7 +388,9 @@ class Translator:
             return f"negate({value[0]})"
         if opcode == "scalar_select":
             return f"select({', '.join(value[:3])})"
-        if not (opcode.startswith(("spop", "vsyncmov")) or ".f32" in opcode):
+        if opcode == "spop":
+            return "E.reduced()"
+        if not (opcode.startswith(("spop.", "vsyncmov")) or ".f32" in opcode):
             self.unknown_opcodes.add(opcode)
         return "U"
 

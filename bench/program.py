@@ -14,7 +14,7 @@ import numpy as np
 from bench import hlo, llo
 from bench.hlo import Operation
 from bench.machine import MACHINES, Machine
-from bench.simulate import Run, Simulator
+from bench.simulate import TOO_LONG, Run, Simulator
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Cost:
     mxu_stall_us: float = 0.0
     dma_stall_us: float = 0.0
     unknown: dict[str, int] = field(default_factory=dict)  # what no known value decides
+    rare_us: float = 0.0  # not counted: what kernels would take more if all data were rare ones
     # Operations without code to run: what they count as, by the compiler's own guess or as the
     # time in which the memory moves their result.
     not_dumped: dict[str, float] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Cost:
         self.matmul_flops += times * other.matmul_flops
         self.mxu_stall_us += times * other.mxu_stall_us
         self.dma_stall_us += times * other.dma_stall_us
+        self.rare_us += times * other.rare_us
         self.vmem_bytes = max(self.vmem_bytes, other.vmem_bytes)
         self.spills += other.spills
         self.fills += other.fills
@@ -87,9 +89,11 @@ class Timeline:
 
 
 class Program:
-    def __init__(self, folder: Path, chip_name: str, calls: list[list[Any]]) -> None:
-        """calls: what `known_values.pallas_operands` found."""
-        self.folder, self.machine = folder, MACHINES[chip_name]
+    def __init__(
+        self, folder: Path, chip_name: str, calls: list[list[Any]], *, ordinary: bool = False
+    ) -> None:
+        """calls: of `known_values.pallas_operands`; ordinary: kernels find no rare values."""
+        self.folder, self.machine, self.ordinary = folder, MACHINES[chip_name], ordinary
         self.computations, self.entry = hlo.parse((folder / "hlo.txt").read_text())
         self.calls = calls
         self.dumps = dict(_dumps(folder))
@@ -142,10 +146,22 @@ class Program:
             return self._without_code(operation)
         bundles, utilization = self.dumps[operation.name]
         listing = llo.parse(bundles.read_text())
-        simulator = Simulator(listing, self.machine)
         layouts = [shapes.get(name, "") for name in operation.operands]
-        simulator.load(self._values(listing, layouts) if operation.is_pallas else {})
-        cost = self._as_cost(operation, simulator.execute())
+        values = self._values(listing, layouts) if operation.is_pallas else {}
+
+        def run(found: int | None) -> Run:
+            simulator = Simulator(listing, self.machine, found=found)
+            simulator.load(values)
+            return simulator.execute()
+
+        is_sure = operation.is_pallas and self.ordinary
+        result = run(0 if is_sure else None)
+        cost = self._as_cost(operation, result)
+        if is_sure and result.num_reduced:
+            rare = run(1)
+            cost.rare_us = (rare.cycles - result.cycles) * 1e6 / self.machine.bundles_per_s
+            if TOO_LONG in rare.unknown:
+                cost.unknown[f"rare path: {TOO_LONG}"] = 1
         cost.spills, cost.fills = _spills(utilization)
         self.done[operation.name] = operation, cost
         return cost

@@ -153,7 +153,9 @@ def _replace(text: str, name: str, content: str) -> str:
 
 def error_tables() -> str:
     """The static estimates against published measurements, by kind of kernel, and another tool."""
-    published, cross = facts.load("published.json"), facts.load("cross_check.json")
+    from bench import cross_check
+
+    published, cross = facts.load("published.json"), facts.load(cross_check.RESULT)["rows"]
     groups: dict[tuple[str, str], list[float]] = {}
     for row in published["rows"]:
         kind = row["what"].split(",")[0]
@@ -168,7 +170,8 @@ def error_tables() -> str:
     header = ["published measurements of", "number", "static / measured, geometric mean"]
     table = markdown([*header, "median error", "largest"], lines)
     source = f"Source of the measurements: {published['source']}; every n-th entry is taken."
-    return f"{published['summary']} {source}\n\n{table}\n\n{cross['summary']}"
+    listed = "\n".join(f"- {reason}" for reason in cross_check.reasons(cross))
+    return f"{published['summary']} {source}\n\n{table}\n\n{cross_check.summary(cross)}\n\n{listed}"
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -329,7 +332,9 @@ def device_html() -> str:
 
 
 def errors_html() -> str:
-    published, cross = facts.load("published.json"), facts.load("cross_check.json")
+    from bench import cross_check
+
+    published, cross = facts.load("published.json"), facts.load(cross_check.RESULT)["rows"]
     header = ["what", "chip", "measured, us (published)", "static, us", "static / measured"]
     lines = [
         [
@@ -341,8 +346,9 @@ def errors_html() -> str:
         ]
         for row in published["rows"]
     ]
-    summaries = f"<p>{escape(published['summary'])}</p>\n<p>{escape(cross['summary'])}</p>"
-    return f"{summaries}\n{html_table(header, lines)}"
+    texts = [published["summary"], cross_check.summary(cross), *cross_check.reasons(cross)]
+    paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in texts)
+    return f"{paragraphs}\n{html_table(header, lines)}"
 
 
 def pages(descriptions: dict[str, str], ops: dict[str, str]) -> dict[str, str]:

@@ -6,9 +6,15 @@ One bundle issues per cycle. Beside that, three things can hold the core up:
   and writes reach; one is complete `latency` after the memory has moved it, and waiting for its
   flag stalls;
 * the DMA engine: starting and awaiting a transfer costs DMA_COMMAND_CYCLES;
-* the MXUs: each works off its matmuls at the published peak, so no estimate beats it.
+* the MXUs: each works off its matmuls at the published peak, so no estimate beats it. Matmuls
+  queue: the compiler issues up to 16 of them two bundles apart, so what a straight run of bundles
+  gives an MXU only has to fit into that run.
 
 Bank conflicts, strided transfers, launch gaps and interconnect are not modelled.
+
+Values of vectors are not known either. A kernel that looks for rare ones (not finite, too far
+apart) reduces what it finds to a number, 0 for nothing, and hands it to the scalar unit. Given as 0
+the program runs as ordinary data have it, as 1 it meets rare values everywhere.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from bench.llo import UNKNOWN, Listing, Translator
 from bench.machine import DMA_COMMAND_CYCLES, GRANULE_BYTES, Machine
 
 MAX_TRACES = 30_000_000
+TOO_LONG = "stopped: ran too long"
 # Made-up addresses that fit 31 bits also when shifted left by 4, as some transfers want them:
 # buffers of the program are below, then operands with known values, then the others.
 KNOWN_BASE, OTHER_BASE = 1 << 25, 1 << 26
@@ -42,14 +49,17 @@ class Run:
     matmul_flops: float  # of all vmatmuls that ran, whatever share of the MXU they filled
     bundle_counts: np.ndarray = field(repr=False)
     num_dmas: int = 0
+    num_reduced: int = 0  # numbers that the vector unit handed over
     unknown: dict[str, int] = field(default_factory=dict)
 
 
 class Simulator:
     """The events of a program (see llo.Translator) as time."""
 
-    def __init__(self, listing: Listing, machine: Machine) -> None:
+    def __init__(self, listing: Listing, machine: Machine, *, found: int | None = None) -> None:
+        """found: what every reduction of a vector gives; None: not known."""
         self.listing, self.machine = listing, machine
+        self.found = UNKNOWN if found is None else found
         self.program = Translator(listing, machine.delay_slots, self)
         self.now = self.memory_free = 0.0
         self.mxu_free = [0.0] * machine.num_mxus
@@ -59,7 +69,7 @@ class Simulator:
         self.arrived: Counter = Counter()
         self.moved: Counter = Counter()
         self.unknown: Counter = Counter()
-        self.num_dmas = 0
+        self.num_dmas = self.num_reduced = 0
         self.contents: dict[int, np.ndarray] = {}  # operand address -> its 32-bit words
         self._segments: list[tuple[int, list[float]]] = []
         self._counts: list[int] = []
@@ -105,7 +115,7 @@ class Simulator:
                 break
             entry = self.program.trace(entry)()
         else:
-            self.unknown["stopped: ran too long"] += 1
+            self.unknown[TOO_LONG] += 1
         edges = np.zeros(end + 1, np.int64)
         for (first, last), count in zip(self.program.segments, self._counts, strict=False):
             edges[first] += count
@@ -123,6 +133,7 @@ class Simulator:
             float((counts * self._flops[1:]).sum()),
             counts,
             self.num_dmas,
+            self.num_reduced,
             dict(self.unknown),
         )
 
@@ -157,6 +168,10 @@ class Simulator:
             self.unknown[f"predicate at {bundle:#x}"] += 1
             return True
         return condition
+
+    def reduced(self) -> Any:
+        self.num_reduced += 1
+        return self.found
 
     def store(self, address: Any, value: Any, condition: Any) -> None:
         if address is UNKNOWN:

@@ -56,6 +56,7 @@ def row_of(chip: str, name: str, found: dict[str, Any]) -> dict[str, Any]:
         "spills": found["spills"],
         "fills": found["fills"],
         "unknown": found["unknown"],
+        "rare_us": round(found["rare_us"], 2),
         "not_dumped": found["not_dumped"],
         "compile_s": found["compile_s"],
     }
@@ -83,6 +84,8 @@ def print_row(row: dict[str, Any], operations: list[dict[str, Any]] = ()) -> Non
             f"       {operation['name']:50.50} {operation['kind']:8} {operation['us']:10.2f} us,"
             f" {operation['schedule_cycles']} cycles, {operation['hbm_bytes'] / 1e6:.2f} MB"
         )
+    if row["rare_us"]:
+        print(f"     values taken as ordinary; if all were rare ones: {row['rare_us']:+.2f} us")
     if row["unknown"]:
         print(f"     decided by data, taken as: loops once, blocks run: {row['unknown']}")
     if row["not_dumped"]:
