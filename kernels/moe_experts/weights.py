@@ -307,10 +307,13 @@ class Stream:
             if self.scales_out is not None:
                 _when(tile == 0, lambda: self.scales_out.start(expert, visit))
 
-    def start_rest(self, num_visits):
-        """Fills both rings for visit 0, of which tile 0 is under way."""
+    def start_rest_in(self, num_visits):
+        """Fills the ring of gate/up for visit 0, of which tile 0 is under way."""
         for tile in range(1, self.layer.plan.ring_in):
             self.start_in(0, tile, num_visits)
+
+    def start_all_out(self, num_visits):
+        """Fills the ring of down for visit 0."""
         for tile in range(self.layer.plan.ring_out):
             self.start_out(0, tile, num_visits)
 
