@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ...tpu_runtime import SUBLANES, Chip, round_up
 from ..ragged_dot.dequant import code_of
 from . import kernel_dense, kernel_gather, tiling
-from .weights import Layer
+from .weights import Layer, comes_whole
 
 
 def moe_experts_fused(
@@ -63,7 +63,7 @@ def moe_experts_fused(
         layer.view_in(gate_up_proj),
         down_proj,
         _biases(layer, num_held, gate_up_bias, down_bias),
-        (_scales(gate_up_scale), _scales(down_scale)),
+        (_scales(layer, gate_up_scale), _scales(layer, down_scale)),
         chip,
         interpret,
     )
@@ -108,12 +108,12 @@ def stored_as(weight: jax.Array, scale: jax.Array | None) -> tiling.Stored:
     return tiling.Stored(str(weight.dtype), 1 if is_vector else scale.shape[1], is_vector)
 
 
-def _scales(scale: jax.Array | None) -> jax.Array | None:
-    """float32; [e, n] with whole groups of eight experts, which a DMA moves together."""
+def _scales(layer: Layer, scale: jax.Array | None) -> jax.Array | None:
+    """float32; [e, n] with whole groups of eight experts, if a DMA moves only one of them."""
     if scale is None:
         return None
     scale = scale.astype(jnp.float32)
-    if scale.ndim == 2 and scale.shape[0] % SUBLANES:
+    if scale.ndim == 2 and not comes_whole(layer, scale):
         e = scale.shape[0]
         scale = jnp.pad(scale, ((0, round_up(e, SUBLANES) - e), (0, 0)))
     return scale

@@ -210,7 +210,7 @@ def scale_buffers(layer: Layer, scales: Sequence[jax.Array | None]) -> list:
     for scale in scales:
         if scale is None:
             continue
-        if _is_whole(layer, scale):
+        if comes_whole(layer, scale):
             shape = scale.shape
         else:
             shape = (2, SUBLANES if scale.ndim == 2 else scale.shape[1], scale.shape[-1])
@@ -223,12 +223,12 @@ def take_scales(layer: Layer, scales_hbm: Sequence, refs: Iterator) -> list[Scal
     return [
         None
         if hbm is None
-        else Scales(hbm, _is_whole(layer, hbm), next(refs), next(refs), next(refs))
+        else Scales(hbm, comes_whole(layer, hbm), next(refs), next(refs), next(refs))
         for hbm in scales_hbm
     ]
 
 
-def _is_whole(layer: Layer, scale) -> bool:
+def comes_whole(layer: Layer, scale) -> bool:
     """Whether that moves fewer bytes than eight rows for each chosen expert."""
     active = min(layer.e, layer.t * layer.topk)
     return len(scale.shape) == 2 and scale.shape[0] <= SUBLANES * active
