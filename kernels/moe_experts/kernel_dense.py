@@ -39,7 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from . import products
-from .weights import MAX_UNROLLED, Layer, Stream, scale_buffers, take_scales
+from .tiling import MAX_UNROLLED
+from .weights import Layer, Stream, scale_buffers, take_scales
 
 
 def _clamped(layer: Layer, ids_ref, row, col):
