@@ -358,9 +358,11 @@ LAYERS = {  # one chip, and a rank of eight
     "mixtral_8x7b": (Moe(8, 8, 2, 4096, 14336), 1),
     "deepseek_v3": (Moe(256, 256, 8, 7168, 2048), 32),
 }
+SMALLEST_HBM = 16e9  # of a v5e, in bytes: DeepSeek-V3's experts in bfloat16 take 22.5e9
 for model, (layer, shard) in LAYERS.items():
     for stored in ("bf16", "int8", "int4"):
-        add_moe(f"E3.{model}.{stored}", 64, layer, stored)
+        if 3 * layer.held * layer.h * layer.i * STORED[stored][1] < SMALLEST_HBM:
+            add_moe(f"E3.{model}.{stored}", 64, layer, stored)
         add_moe(f"E3.{model}_ep8.{stored}", 64, layer._replace(held=shard), stored)
 
 LLAMA = (0.0, "llama")  # offset, casting

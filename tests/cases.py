@@ -171,6 +171,7 @@ EXPERTS_EDGE = [
     ExpertsCase("shard", "EP rank", 24, 2, 128, 128, 3, num_routed=6),
     ExpertsCase("transposed_gelu", "aria", 9, 3, 128, 128, 2, "gelu", transposed=True),
     ExpertsCase("gelu_tanh_bias", "Gemma 4", 10, 3, 128, 64, 2, "gelu_tanh", bias=True),
+    ExpertsCase("cut_rows", "Gemma 4", 6, 2, 1024, 480, 2, "gelu_tanh", bias=True),
     ExpertsCase("ungated", "NemotronH", 10, 3, 64, 128, 2, "relu2", has_gate=False),
     ExpertsCase("gpt_oss", "gpt-oss", 10, 3, 64, 48, 2, "swiglu_oai", transposed=True, bias=True),
     ExpertsCase("one_expert_takes_all", "routing collapse", 40, 1, 128, 128, 1),

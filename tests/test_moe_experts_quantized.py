@@ -69,6 +69,7 @@ MIXED = [
     Quantised(replace(LAYER, activation="gelu_tanh", bias=True, name="bias"), "int8", "int4"),
     Quantised(replace(LAYER, activation="relu2", has_gate=False, name="ungated"), "int4", "int4"),
     Quantised(replace(LAYER, h=96, i=40, t=13, e=3, name="odd_sizes"), "int8", "int4"),
+    Quantised(replace(LAYER, h=1024, i=480, t=6, e=2, name="cut_rows"), "int8", "int8"),
     Quantised(replace(LAYER, dtype="float32", name="float32"), "int4", "float8_e4m3fn"),
     Quantised(replace(LAYER, dtype="float16", name="float16"), "int8", "int4"),
 ]

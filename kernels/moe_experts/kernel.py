@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from ...tpu_runtime import SUBLANES, Chip, round_up
 from ..ragged_dot.dequant import code_of
+from ..ragged_dot.layouts import as_stored, is_row_minor
 from . import kernel_dense, kernel_gather, tiling
-from .weights import Layer
+from .weights import Layer, comes_whole
 
 
 def moe_experts_fused(
@@ -44,14 +45,15 @@ def moe_experts_fused(
     scales are stored as `ragged_dot.quantized` says. No gradient.
     """
     t, h = hidden_states.shape
-    stored = (stored_as(gate_up_proj, gate_up_scale), stored_as(down_proj, down_scale))
-    num_held, i = gate_up_proj.shape[0], down_proj.shape[1 if transposed else 2]
-    i *= 2 if stored[1].is_int4 else 1
+    gate_up = stored_as(gate_up_proj, gate_up_scale, transposed)
+    down = stored_as(down_proj, down_scale, transposed)
+    gate_up_proj, _ = as_stored(gate_up_proj, transposed)
+    down_proj, _ = as_stored(down_proj, transposed)
+    num_held, i = gate_up_proj.shape[0], down_proj.shape[1 if down.transposed else 2]
+    i *= 2 if down.is_int4 else 1
     topk, dtype = top_k_index.shape[1], hidden_states.dtype
     e = num_held if num_experts is None else min(num_experts, num_held)
-    layer = Layer(
-        t, topk, e, h, i, dtype, activation, transposed, has_gate, plan, *stored, code_of(chip)
-    )
+    layer = Layer(t, topk, e, h, i, dtype, activation, has_gate, plan, gate_up, down, code_of(chip))
     if top_k_weights.dtype != jnp.bfloat16:
         top_k_weights = top_k_weights.astype(jnp.float32)
     run = {"dense": kernel_dense.run, "gather": kernel_gather.run}[plan.mode]
@@ -63,7 +65,7 @@ def moe_experts_fused(
         layer.view_in(gate_up_proj),
         down_proj,
         _biases(layer, num_held, gate_up_bias, down_bias),
-        (_scales(gate_up_scale), _scales(down_scale)),
+        (_scales(layer, gate_up_scale), _scales(layer, down_scale)),
         chip,
         interpret,
     )
@@ -83,37 +85,39 @@ def choose_plan(
 ) -> tiling.Plan | None:
     """None: no plan fits the chip; sort the rows and run two grouped matmuls."""
     (t, h), topk = hidden_states.shape, top_k_index.shape[1]
-    stored = stored_as(gate_up_proj, gate_up_scale), stored_as(down_proj, down_scale)
+    gate_up = stored_as(gate_up_proj, gate_up_scale, transposed)
+    down = stored_as(down_proj, down_scale, transposed)
     e, i = down_proj.shape[0], down_proj.shape[1 if transposed else 2]
     return tiling.choose(
         t,
         topk,
         e,
         h,
-        i * (2 if stored[1].is_int4 else 1),
+        i * (2 if down.is_int4 else 1),
         hidden_states.dtype,
-        transposed,
         has_gate,
         chip,
-        gate_up=stored[0],
-        down=stored[1],
+        gate_up=gate_up,
+        down=down,
         interleaved=activation == "swiglu_oai",
     )
 
 
-def stored_as(weight: jax.Array, scale: jax.Array | None) -> tiling.Stored:
+def stored_as(weight: jax.Array, scale: jax.Array | None, transposed: bool) -> tiling.Stored:
+    transposed = transposed != is_row_minor(weight.shape, weight.dtype)
     if scale is None:
-        return tiling.Stored(str(weight.dtype))
+        return tiling.Stored(str(weight.dtype), transposed=transposed)
     is_vector = scale.ndim == 2
-    return tiling.Stored(str(weight.dtype), 1 if is_vector else scale.shape[1], is_vector)
+    num_blocks = 1 if is_vector else scale.shape[1]
+    return tiling.Stored(str(weight.dtype), num_blocks, is_vector, transposed)
 
 
-def _scales(scale: jax.Array | None) -> jax.Array | None:
-    """float32; [e, n] with whole groups of eight experts, which a DMA moves together."""
+def _scales(layer: Layer, scale: jax.Array | None) -> jax.Array | None:
+    """float32; [e, n] with whole groups of eight experts, if a DMA moves only one of them."""
     if scale is None:
         return None
     scale = scale.astype(jnp.float32)
-    if scale.ndim == 2 and scale.shape[0] % SUBLANES:
+    if scale.ndim == 2 and not comes_whole(layer, scale):
         e = scale.shape[0]
         scale = jnp.pad(scale, ((0, round_up(e, SUBLANES) - e), (0, 0)))
     return scale

@@ -6,16 +6,24 @@ they are stored (weights). There is no sort, gather or un-sort: a token that did
 expert keeps its y by a select, so that it gets nothing of it, not even NaN. Race-free: everything
 but the weights is written and read by the one core in program order; y is converted into the single
 output block after the loop. The scalar core looks for the first chosen expert only, starts its
-DMAs, and lists the other experts while they run.
+gate/up DMAs, and lists the other experts while they run; the down DMAs start after that, so that
+the tile which arrives last is the one that is used last.
 
 Floor: bytes of the chosen experts. Static estimate, v5e / v6e, h=2048, i=768, topk=8, as a multiple
-of it. bf16: 1 expert, 1 token 1.23 / 1.50 (four DMA latencies and the last tile's matmul); 7
-experts, 8 tokens 1.02 / 1.06; 16 experts, 64 tokens 1.01 / 1.03; 256 tokens 1.09 / 1.03; 126
-experts, 64 tokens 1.00 / 1.00. Bound by the HBM until t * (MXU time of a row) exceeds it, near 250
-tokens on v5e and 400 on v6e. int8, against its own bytes: 8 tokens 1.05 / 1.12; 64
-tokens 1.02 / 1.05, 126 experts 1.00 / 1.01; float8_e4m3fn the same; int8 in blocks of 128, 1.03 /
-1.07. int4: 8 tokens 1.09 / 1.53: there v6e is bound by the weights' way into the MXU, about 500
-cycles for 2^20 of them, which take 600 from the HBM, and by 80 cycles for each DMA.
+of it. bf16: 1 expert, 1 token 1.15 / 1.39; 7 experts, 8 tokens 1.02 / 1.06; 16 experts, 64 tokens
+1.01 / 1.03; 256 tokens 1.09 / 1.03; 126 experts, 64 tokens 1.00 / 1.00. Bound by the HBM until t *
+(MXU time of a row) exceeds it, near 250 tokens on v5e and 400 on v6e. int8, against its own bytes:
+1 token 1.35 / 1.81, 8 tokens 1.05 / 1.11; 64 tokens 1.02 / 1.05, 126 experts 1.00 / 1.01;
+float8_e4m3fn the same; int8 in blocks of 128, 1.03 / 1.07. int4: 8 tokens 1.09 / 1.50: there v6e is
+bound by the weights' way into the MXU, about 500 cycles for 2^20 of them, which take 600 from the
+HBM, and by 80 cycles for each DMA. Gemma 4, 16 of 128 experts, h=2816, i=704, 64 tokens: bf16 1.01
+/ 1.02, int8 1.02 / 1.05.
+
+One expert cannot do better than its bytes and three DMA latencies of 0.5 / 0.7 us, each of which
+needs what the one before brought: ids, weights, result. That is 1.12 / 1.33 in bf16 and, as half
+the bytes take half the time but the latencies do not, 1.24 / 1.66 in int8. What is left is the last
+tile's matmul (0.14 us on v6e) and starting the transfers of x, ids and weights before the first
+tile's (0.09 us: the compiler puts them there).
 
 The idea of visiting each active expert once for all tokens is that of tokamax's fused_moe_decode,
 https://github.com/openxla/tokamax.
@@ -30,9 +38,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...tpu_runtime import SUBLANES
 from . import products
-from .weights import MAX_UNROLLED, Layer, Stream, scale_buffers, take_scales
+from .tiling import MAX_UNROLLED
+from .weights import Layer, Stream, scale_buffers, take_scales
 
 
 def _clamped(layer: Layer, ids_ref, row, col):
@@ -114,13 +122,14 @@ def _multiply(stream: Stream, visit, num_visits, load_x, biases, act_ref, y_ref,
     _loop(layer.num_out, tile_out)
 
 
-def _kernel(*refs, layer: Layer, has_bias, has_scales, is_turned, is_x_here):
+def _kernel(*refs, layer: Layer, has_bias, has_scales, is_turned):
     refs = iter(refs)
-    ids_smem, ids_ref, w_ref, x_hbm, gate_up, down = itertools.islice(refs, 6)
+    ids_smem, *rows_hbm, gate_up, down = itertools.islice(refs, 6)
     biases = tuple(itertools.islice(refs, 2)) if has_bias else (None, None)
     scales_hbm = [next(refs) if has else None for has in has_scales]
     out_ref, active_ref, seen_ref, ring_in, ring_out, sem_in, sem_out = itertools.islice(refs, 7)
-    act_ref, y_ref = itertools.islice(refs, 2)
+    act_ref, y_ref, *rows_vmem, sem_rows = itertools.islice(refs, 6)
+    ids_ref, w_ref, x_ref = rows_vmem
     scales = take_scales(layer, scales_hbm, refs)
     plan = layer.plan
 
@@ -138,20 +147,22 @@ def _kernel(*refs, layer: Layer, has_bias, has_scales, is_turned, is_x_here):
         *scales,
     )
     stream.start_in(0, 0, first < layer.e)
-    if is_x_here:
-        x_ref = x_hbm
-    else:
-        x_ref, x_sem = itertools.islice(refs, 2)
-        copy_x = pltpu.make_async_copy(x_hbm, x_ref, x_sem)
-        copy_x.start()
-    stream.start_rest(first < layer.e)
+    copies = [
+        pltpu.make_async_copy(hbm, vmem, sem_rows)
+        for hbm, vmem in zip(rows_hbm, rows_vmem, strict=True)
+    ]
+    for copy in copies:
+        copy.start()
+    stream.start_rest_in(first < layer.e)
+    num_active = _list_rest(layer, first, ids_smem, active_ref, seen_ref)
+    # After the loops above: the compiler mixes transfers that start in one basic block.
+    stream.start_all_out(first < layer.e)
+    y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
+    for copy in copies:
+        copy.wait()
     ids, weights = ids_ref[...], w_ref[...].astype(jnp.float32)
     if is_turned:
         ids, weights = ids.T, weights.T  # [t, topk]
-    num_active = _list_rest(layer, first, ids_smem, active_ref, seen_ref)
-    y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
-    if not is_x_here:
-        copy_x.wait()
     if layer.gate_up.is_int4:
         pairs_ref, sums_ref = itertools.islice(refs, 2)
         pairs_ref[0], pairs_ref[1], _ = pairs = products.split(x_ref[...])
@@ -190,9 +201,9 @@ def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, inte
     is_turned = layer.t > layer.topk  # then XLA keeps [t, topk] with t minor: turning it is free
     if is_turned:
         ids, weights = ids.T, weights.T
-    is_x_here = layer.t <= 2 * SUBLANES
     cuts, pairs, k = layer.act_shape
     vmem, smem, hbm = (pl.BlockSpec(memory_space=s) for s in (pltpu.VMEM, pltpu.SMEM, pl.ANY))
+    rows = (ids, weights, x)
     scratch = [
         pltpu.SMEM((layer.e + 1,), jnp.int32),
         pltpu.SMEM((layer.e + 1,), jnp.int32),
@@ -202,10 +213,10 @@ def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, inte
         pltpu.SemaphoreType.DMA((plan.ring_out,)),
         pltpu.VMEM((cuts, pairs, layer.t, k), layer.dtype),
         pltpu.VMEM((layer.h // plan.tile_h, layer.t, plan.tile_h), jnp.float32),
+        *(pltpu.VMEM(array.shape, array.dtype) for array in rows),
+        pltpu.SemaphoreType.DMA,
         *scale_buffers(layer, scales),
     ]
-    if not is_x_here:
-        scratch += [pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA]
     if layer.gate_up.is_int4:
         scratch += [
             pltpu.VMEM((2, layer.t, layer.h // 2), x.dtype),
@@ -219,15 +230,12 @@ def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, inte
             has_bias=bool(biases),
             has_scales=[scale is not None for scale in scales],
             is_turned=is_turned,
-            is_x_here=is_x_here,
         ),
         out_shape=jax.ShapeDtypeStruct((layer.t, layer.h), x.dtype),
-        in_specs=[smem, vmem, vmem, vmem if is_x_here else hbm, hbm, hbm]
-        + [vmem] * len(biases)
-        + [hbm] * len(given),
+        in_specs=[smem, hbm, hbm, hbm, hbm, hbm] + [vmem] * len(biases) + [hbm] * len(given),
         out_specs=vmem,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=chip.vmem_bytes * 9 // 10),
         interpret=interpret,
         name=f"moe_experts_dense_{layer.stored_name}_ti{plan.tile_i}_th{plan.tile_h}",
-    )(ids, ids, weights, x, gate_up, down, *biases, *given)
+    )(ids, *rows, gate_up, down, *biases, *given)

@@ -222,7 +222,8 @@ def _kernel(*refs, layer: Layer, has_bias, has_scales, token_bits, slot_bits, is
         layer, gate_up, down, ring_in, ring_out, sem_in, sem_out, lambda p: active_ref[p], *scales
     )
     stream.start_in(0, 0, num_active)
-    stream.start_rest(num_active)
+    stream.start_rest_in(num_active)
+    stream.start_all_out(num_active)
 
     chunked.load(rows)
 

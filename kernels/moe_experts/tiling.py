@@ -15,6 +15,7 @@ CHUNK_ROWS = 128  # gather: rows of such a chunk
 SMALL_ROWS = 64  # gather: row tile of experts, or of rests of experts, with few rows ..
 FEWEST_ROWS = 16  # .. if they have fewer than that on average
 MAX_TILE_ROWS = 512
+MAX_UNROLLED = 8  # tiles of a visit whose places in the rings are static
 PUSH_SECONDS = 0.3e-12  # of a weight into the MXU
 SORT_SECONDS = 3e-6, 1.2e-9  # of slots by expert, before the gather kernel: fixed, and by slot
 
@@ -26,6 +27,7 @@ class Stored:
     dtype: str  # of the array; "uint8": two int4 values along the contraction in one
     num_blocks: int = 0  # scales of one output channel; 0: not quantised
     is_vector: bool = False  # scales are [e, n], not [e, num_blocks, n]
+    transposed: bool = False  # [e, k, n], not [e, n, k]
 
     @property
     def is_int4(self) -> bool:
@@ -151,14 +153,16 @@ def key_bits(t: int, topk: int) -> tuple[int, int]:
     return token_bits, token_bits + max(topk - 1, 0).bit_length()
 
 
-def _tile(size: int, row_bits: int, tile_bits: int, unit: int = LANES) -> int:
-    """Largest divisor of size that is a multiple of unit within tile_bits; size itself if odd."""
+def _tile(size: int, row_bits: int, tile_bits: int, unit: int = LANES, least: int = 1) -> int:
+    """Largest divisor of size that is a multiple of unit within tile_bits; size itself if odd.
+
+    If that is below `least`, the smallest that is not.
+    """
     if size % unit:
         return size
-    units = size // unit
-    most = max(1, tile_bits // (unit * row_bits))
-    fits = [d for d in range(1, units + 1) if units % d == 0 and d <= most]
-    return max(fits, default=1) * unit
+    divisors = [d for d in range(unit, size + 1, unit) if size % d == 0]
+    fits = [d for d in divisors if least <= d and d * row_bits <= tile_bits]
+    return max(fits, default=next((d for d in divisors if d >= least), size))
 
 
 def _rings(shape: _Shape, plan: Plan) -> Plan:
@@ -245,8 +249,8 @@ def _plan_gather(shape: _Shape, base: Plan) -> Plan | None:
     return None
 
 
-def _plan_dense(shape: _Shape, transposed: bool, interleaved: bool) -> Plan:
-    """The dense plan, whether it fits or not."""
+def _plan_dense(shape: _Shape, interleaved: bool, cuts_i: bool) -> Plan:
+    """The dense plan, whether it fits or not; `cuts_i`: cut along i what else is whole."""
     h, i, halves = shape.h, shape.i, shape.halves
     # With one or two experts the last tile's matmul is not hidden: half the tile costs less. That
     # matmul takes as long for quantised weights, so tiles are as many numbers, and fewer bytes.
@@ -257,13 +261,17 @@ def _plan_dense(shape: _Shape, transposed: bool, interleaved: bool) -> Plan:
     tile_i = _tile(i, halves * h * bits_in, tile_bits, unit)
     tile_h = _tile(h, i * bits_out, tile_bits)
     is_split = halves == 2 and not interleaved
-    is_split &= i % (LANES if transposed else shape.gate_up.row_unit) == 0
+    is_split &= i % (LANES if shape.gate_up.transposed else shape.gate_up.row_unit) == 0
     plan = Plan("dense", tile_i, tile_h, 1, 1, is_split)
-    if transposed and (h % LANES or i % LANES):
+    if cuts_i and shape.down.transposed and (h % LANES or i % LANES):
         # Columns are cut at lanes, rows at registers: gate and up side by side may reach them.
         width = LANES // (2 if interleaved else 1)
+        width = width if shape.gate_up.transposed else shape.gate_up.row_unit
         unit = max(width, shape.down.row_unit * (2 if shape.down.is_int4 else 1))
-        tile_i = _tile(i, (halves + 1) * h * bits_in // 2, tile_bits, unit)
+        # Scales are read at multiples of the lanes, or at columns that are static.
+        is_static = shape.gate_up.num_blocks and not shape.gate_up.transposed
+        least = max(LANES, -(-i // MAX_UNROLLED) if is_static else 0)
+        tile_i = _tile(i, (halves + 1) * h * bits_in // 2, tile_bits, unit, least)
         can_cut = interleaved or halves == 1 or is_split
         if can_cut and tile_i < i and _cuts_blocks(shape.down, i // tile_i):
             plan = replace(plan, tile_i=tile_i, tile_h=h, cuts_i=True)
@@ -282,7 +290,6 @@ def choose(
     h: int,
     i: int,
     dtype: str,
-    transposed: bool,
     has_gate: bool,
     chip: Chip,
     *,
@@ -301,9 +308,9 @@ def choose(
     stored = Stored(str(dtype))
     halves = 2 if has_gate else 1
     shape = _Shape(t, topk, e, h, i, itemsize, halves, gate_up or stored, down or stored, chip)
-    dense = _plan_dense(shape, transposed, interleaved)
+    dense = _plan_dense(shape, interleaved, cuts_i=True)
     dense = replace(dense, vmem_bytes=_dense_bytes(shape, dense))
-    gather = _plan_gather(shape, dense)
+    gather = _plan_gather(shape, _plan_dense(shape, interleaved, cuts_i=False))
 
     rows, active = shape.rows_per_expert, shape.active
     slots = t * topk

@@ -8,8 +8,9 @@ A visit is one pass over one expert: `num_in` gate/up tiles, then `num_out` down
 Tile `flat` = visit * num_tiles + tile lives in slot flat % ring. When a tile has been used, its
 slot is given at once to tile flat + ring: both rings together are always full and the HBM does not
 wait for the compute, a whole expert ahead when that fits, else a few tiles.
-Transposed weights are cut along columns instead of rows; a transposed down projection whose columns
-cannot be cut is cut along i, as gate/up is, and its tiles add up to y (`plan.cuts_i`).
+Transposed weights are cut along columns instead of rows, each projection as it lies. Where h or i is
+no multiple of the lanes, a transposed down projection is cut along i, as gate/up is, and its tiles
+add up to y (`plan.cuts_i`).
 
 Quantised weights travel and wait as they are stored, and are widened on their way into the MXU
 (products). Their scales come with the first tile of a visit, into one of two slots.
@@ -30,9 +31,7 @@ from ...tpu_runtime import LANES, SUBLANES
 from ..ragged_dot import dequant
 from . import products
 from .activations import ACTIVATIONS, swiglu_oai
-from .tiling import Plan, Stored
-
-MAX_UNROLLED = 8  # tiles of a visit whose places in the rings are static
+from .tiling import MAX_UNROLLED, Plan, Stored
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Layer:
     i: int
     dtype: jnp.dtype  # of x
     activation: str
-    transposed: bool
     has_gate: bool
     plan: Plan
     gate_up: Stored
@@ -77,13 +75,13 @@ class Layer:
     @property
     def ring_in_shape(self) -> tuple[int, ...]:
         k = self.gate_up.num_stored(self.h)
-        tile = (k, self.part_width) if self.transposed else (self.part_width, k)
+        tile = (k, self.part_width) if self.gate_up.transposed else (self.part_width, k)
         return (self.plan.ring_in, self.parts, *tile)
 
     @property
     def ring_out_shape(self) -> tuple[int, ...]:
         k = self.down.num_stored(self.plan.tile_i if self.plan.cuts_i else self.i)
-        tile = (k, self.plan.tile_h) if self.transposed else (self.plan.tile_h, k)
+        tile = (k, self.plan.tile_h) if self.down.transposed else (self.plan.tile_h, k)
         return (self.plan.ring_out, *tile)
 
     @property
@@ -101,11 +99,11 @@ class Layer:
 
     def view_in(self, gate_up: jax.Array) -> jax.Array:
         """[e, 2i, h] as [e, 2, i, h], so that one DMA moves a tile of gate and of up."""
-        if self.parts == 1 or self.transposed:
+        if self.parts == 1 or self.gate_up.transposed:
             return gate_up
         return gate_up.reshape(gate_up.shape[0], 2, self.i, gate_up.shape[2])
 
-    def dot(self, lhs, weight, scale):
+    def dot(self, lhs, weight, scale, transposed: bool):
         """f32 [m, n] of lhs [m, k] and weight [n, k] ([k, n] if transposed), as it is stored.
 
         scale: [k_blocks, n], None if not quantised; lhs: `products.Pairs` for int4.
@@ -117,11 +115,11 @@ class Layer:
                 lhs,
                 weight,
                 scale,
-                transposed=not self.transposed,
+                transposed=not transposed,
                 precision=precision,
                 code=self.code,
             )
-        dims = (((1,), (0 if self.transposed else 1,)), ((), ()))
+        dims = (((1,), (0 if transposed else 1,)), ((), ()))
         return jax.lax.dot_general(lhs, weight, dims, precision, jnp.float32)
 
     def gated(self, parts):
@@ -210,7 +208,7 @@ def scale_buffers(layer: Layer, scales: Sequence[jax.Array | None]) -> list:
     for scale in scales:
         if scale is None:
             continue
-        if _is_whole(layer, scale):
+        if comes_whole(layer, scale):
             shape = scale.shape
         else:
             shape = (2, SUBLANES if scale.ndim == 2 else scale.shape[1], scale.shape[-1])
@@ -223,12 +221,12 @@ def take_scales(layer: Layer, scales_hbm: Sequence, refs: Iterator) -> list[Scal
     return [
         None
         if hbm is None
-        else Scales(hbm, _is_whole(layer, hbm), next(refs), next(refs), next(refs))
+        else Scales(hbm, comes_whole(layer, hbm), next(refs), next(refs), next(refs))
         for hbm in scales_hbm
     ]
 
 
-def _is_whole(layer: Layer, scale) -> bool:
+def comes_whole(layer: Layer, scale) -> bool:
     """Whether that moves fewer bytes than eight rows for each chosen expert."""
     active = min(layer.e, layer.t * layer.topk)
     return len(scale.shape) == 2 and scale.shape[0] <= SUBLANES * active
@@ -255,7 +253,7 @@ class Stream:
 
     def _copies_in(self, expert, tile, slot):
         layer, width = self.layer, self.layer.part_width
-        if layer.parts == 2 and not layer.transposed:
+        if layer.parts == 2 and not layer.gate_up.transposed:
             first = pl.multiple_of(tile * width, _alignment(0, width))
             src = self.gate_up.at[expert, :, pl.ds(first, width)]
             yield pltpu.make_async_copy(src, self.ring_in.at[slot], self.sem_in.at[slot])
@@ -268,7 +266,7 @@ class Stream:
                     part * layer.i + tile * width, _alignment(part * layer.i, width)
                 )
                 cut = pl.ds(first, width)
-                at = (expert, slice(None), cut) if layer.transposed else (expert, cut)
+                at = (expert, slice(None), cut) if layer.gate_up.transposed else (expert, cut)
                 src = self.gate_up.at[at]
             yield pltpu.make_async_copy(src, self.ring_in.at[slot, part], self.sem_in.at[slot])
 
@@ -277,7 +275,7 @@ class Stream:
         if layer.num_out == 1:
             src = self.down.at[expert]
         else:
-            is_column = layer.transposed and not layer.plan.cuts_i
+            is_column = layer.down.transposed and not layer.plan.cuts_i
             size = layer.ring_out_shape[2 if is_column else 1]
             cut = pl.ds(pl.multiple_of(tile * size, _alignment(0, size)), size)
             src = self.down.at[(expert, slice(None), cut) if is_column else (expert, cut)]
@@ -307,10 +305,13 @@ class Stream:
             if self.scales_out is not None:
                 _when(tile == 0, lambda: self.scales_out.start(expert, visit))
 
-    def start_rest(self, num_visits):
-        """Fills both rings for visit 0, of which tile 0 is under way."""
+    def start_rest_in(self, num_visits):
+        """Fills the ring of gate/up for visit 0, of which tile 0 is under way."""
         for tile in range(1, self.layer.plan.ring_in):
             self.start_in(0, tile, num_visits)
+
+    def start_all_out(self, num_visits):
+        """Fills the ring of down for visit 0."""
         for tile in range(self.layer.plan.ring_out):
             self.start_out(0, tile, num_visits)
 
@@ -340,7 +341,8 @@ class Stream:
             if self.scales_in is not None:
                 columns = _columns(part * layer.i, tile, width, layer.num_in * layer.parts)
                 scale = self.scales_in.rows(visit, columns, slice(None))
-            results.append(layer.dot(lhs, self.ring_in[slot, part], scale))
+            weight = self.ring_in[slot, part]
+            results.append(layer.dot(lhs, weight, scale, layer.gate_up.transposed))
         return results
 
     def dot_out(self, act, visit, tile):
@@ -356,13 +358,13 @@ class Stream:
             scale = self.scales_out.rows(visit, columns, blocks)
         slot = self.slot_out(visit, tile)
         if scale is not None or layer.plan.cuts_i or layer.num_in > MAX_UNROLLED:
-            return layer.dot(act, self.ring_out[slot], scale)
+            return layer.dot(act, self.ring_out[slot], scale, layer.down.transposed)
         # One product for each gate/up tile: of few rows, long products spill on v6e.
         total = None
         for j in range(layer.num_in):
             cut = slice(j * layer.plan.tile_i, (j + 1) * layer.plan.tile_i)
-            weight = self.ring_out[(slot, cut) if layer.transposed else (slot, slice(None), cut)]
-            part = layer.dot(act[:, cut], weight, None)
+            at = (slot, cut) if layer.down.transposed else (slot, slice(None), cut)
+            part = layer.dot(act[:, cut], self.ring_out[at], None, layer.down.transposed)
             total = part if total is None else total + part
         return total
 

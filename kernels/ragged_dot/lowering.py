@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ...tpu_runtime import Chip
 from .kernel import ragged_dot_fwd
 from .kernel_bwd import ragged_dot_weight_grad
+from .layouts import as_stored, is_row_minor
 
 
 def ragged_dot(
@@ -35,6 +36,7 @@ def ragged_dot(
         return jnp.zeros((m, n), dtype)
     if k == 0:
         return rows_of_bias(bias, group_sizes, group_offset, g, (m, n), dtype)
+    rhs, transpose_rhs = as_stored(rhs, transpose_rhs)
     if lhs.dtype == jnp.float16:
         precision = "highest"
         lhs, rhs, bias = map(_widen, (lhs, rhs, bias))
@@ -110,10 +112,13 @@ def weight_grad(
     (m, p), q, dtype = left.shape, right.shape[1], left.dtype
     if 0 in (m, p, q, g):
         return jnp.zeros((g, p, q), dtype)
+    is_swapped = is_row_minor((g, p, q), dtype)
+    if is_swapped:
+        left, right = right, left
     if dtype == jnp.float16:
         precision = "highest"
         left, right = map(_widen, (left, right))
-    return ragged_dot_weight_grad(
+    grad = ragged_dot_weight_grad(
         left,
         right,
         group_sizes,
@@ -124,6 +129,7 @@ def weight_grad(
         chip=chip,
         interpret=interpret,
     ).astype(dtype)
+    return jnp.swapaxes(grad, 1, 2) if is_swapped else grad
 
 
 def rows_of_bias(
