@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...tpu_runtime import SUBLANES
-from . import products
+from ..ragged_dot import dequant
 from .weights import MAX_UNROLLED, Layer, Stream, scale_buffers, take_scales
 
 
@@ -149,17 +149,17 @@ def _kernel(*refs, layer: Layer, has_bias, has_scales, is_turned, is_x_here):
     if is_turned:
         ids, weights = ids.T, weights.T  # [t, topk]
     num_active = _list_rest(layer, first, ids_smem, active_ref, seen_ref)
+    stream.start_next(num_active)
     y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
     if not is_x_here:
         copy_x.wait()
     if layer.gate_up.is_int4:
-        pairs_ref, sums_ref = itertools.islice(refs, 2)
-        pairs_ref[0], pairs_ref[1], _ = pairs = products.split(x_ref[...])
-        sums_ref[...] = products.block_sums(*pairs[:2], layer.gate_up.num_blocks)
+        pairs_ref = next(refs)
+        pairs_ref[0], pairs_ref[1] = dequant.split_pairs(x_ref[...])
 
     def load_x():
         if layer.gate_up.is_int4:
-            return products.Pairs(pairs_ref[0], pairs_ref[1], sums_ref[...])
+            return dequant.Pairs(pairs_ref[0], pairs_ref[1])
         return x_ref[...]
 
     def visit_expert(visit, _):
@@ -207,10 +207,7 @@ def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, inte
     if not is_x_here:
         scratch += [pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA]
     if layer.gate_up.is_int4:
-        scratch += [
-            pltpu.VMEM((2, layer.t, layer.h // 2), x.dtype),
-            pltpu.VMEM((layer.t, layer.gate_up.num_blocks), jnp.float32),
-        ]
+        scratch.append(pltpu.VMEM((2, layer.t, layer.h // 2), x.dtype))
     given = [scale for scale in scales if scale is not None]
     return pl.pallas_call(
         lambda *refs: _kernel(

@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...tpu_runtime import LANES, SUBLANES, round_up
-from . import products
+from ..ragged_dot import dequant
 from .rows import Rows
 from .tiling import X_SLOTS, key_bits, max_visits, row_sublanes
 from .weights import Layer, Stream, scale_buffers, take_scales
@@ -98,7 +98,7 @@ class _Chunks:
             slot = jax.lax.rem(chunk, X_SLOTS)
             values = self.buffer[slot]
             if self.layer.gate_up.is_int4:
-                values = jnp.concatenate(products.split(values)[:2], axis=1)
+                values = jnp.concatenate(dequant.split_pairs(values), axis=1)
             rows.pack(values, chunk * self.rows, self.rows)
             rows.clear(chunk * self.rows, self.rows)
             pl.when(chunk + X_SLOTS < self.num)(lambda: self.copy_in(chunk + X_SLOTS).start())
@@ -176,7 +176,7 @@ def _multiply(stream: Stream, rows: Rows, biases, act_ref, m, visit, beside_in, 
         pl.when(is_first)(lambda tile=tile: stream.wait_in(p, expert, tile))
         lhs = rows.lhs[0:m]
         if layer.gate_up.is_int4:
-            lhs = products.Pairs(lhs[:, :half], lhs[:, half:])
+            lhs = dequant.Pairs(lhs[:, :half], lhs[:, half:])
         parts = stream.dot_in(lhs, p, tile)
         if bias_in is not None:
             parts = [x + bias_in[expert, part, tile] for part, x in enumerate(parts)]
@@ -223,6 +223,7 @@ def _kernel(*refs, layer: Layer, has_bias, has_scales, token_bits, slot_bits, is
     )
     stream.start_in(0, 0, num_active)
     stream.start_rest(num_active)
+    stream.start_next(num_active)
 
     chunked.load(rows)
 

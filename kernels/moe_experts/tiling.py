@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
-TILE_BYTES = 2 * MIB  # of a weight tile, in bfloat16: enough for full bandwidth, soon there
+TILE_BYTES = 2 * MIB  # of a weight tile: enough for full bandwidth, soon there
+TILE_SECONDS = 1e-6  # of a quantised tile's way from HBM, several times what a product costs beside
 RING_BYTES = 24 * MIB  # of both rings, when a whole expert does not fit
 EXPERT_BYTES = 40 * MIB  # the largest expert held whole
 SMEM_BYTES = 768 * 1024  # for the sorted slots, of about 1 MiB
@@ -15,7 +16,7 @@ CHUNK_ROWS = 128  # gather: rows of such a chunk
 SMALL_ROWS = 64  # gather: row tile of experts, or of rests of experts, with few rows ..
 FEWEST_ROWS = 16  # .. if they have fewer than that on average
 MAX_TILE_ROWS = 512
-PUSH_SECONDS = 0.3e-12  # of a weight into the MXU
+PUSH_SECONDS = 0.17e-12  # of a weight into the MXU
 SORT_SECONDS = 3e-6, 1.2e-9  # of slots by expert, before the gather kernel: fixed, and by slot
 
 
@@ -42,6 +43,11 @@ class Stored:
 
     def num_stored(self, k: int) -> int:
         return k // 2 if self.is_int4 else k
+
+    def num_copies(self, k: int) -> int:
+        """Of the rows, where blocks narrower than the lanes share a product (`dequant.dot`)."""
+        block = self.num_stored(k) // max(self.num_blocks, 1)
+        return LANES // block if 0 < block < LANES and LANES % block == 0 else 1
 
     def scale_bytes(self, n: int) -> int:
         """Of one expert, as its copy moves it."""
@@ -124,7 +130,8 @@ class _Shape:
 
     def seconds(self, rows: int, experts: int) -> float:
         """Of `experts` visits with `rows` rows each: their weights' way from HBM or the matmuls."""
-        flops = 2 * rows * (self.halves + 1) * self.h * self.i
+        copies = self.halves * self.gate_up.num_copies(self.h) + self.down.num_copies(self.i)
+        flops = 2 * rows * copies * self.h * self.i
         if self.itemsize == 4:
             flops *= 6  # passes of an exact f32 product
         read = self.expert_bytes / (0.9 * self.chip.hbm_bytes_per_s)
@@ -162,11 +169,15 @@ def _tile(size: int, row_bits: int, tile_bits: int, unit: int = LANES) -> int:
 
 
 def _rings(shape: _Shape, plan: Plan) -> Plan:
-    """Tiles held of gate/up and of down: a whole expert if it fits, else at least two of each."""
+    """Tiles held of gate/up and of down: a whole expert if it fits, and at least two of each.
+
+    An expert of one tile each waits beside the next one, if both fit.
+    """
     num_in = shape.i // plan.tile_i
     num_out = num_in if plan.cuts_i else shape.h // plan.tile_h
     if shape.expert_bytes <= min(EXPERT_BYTES, shape.budget // 2):
-        return replace(plan, ring_in=num_in, ring_out=num_out)
+        fewest = 2 if 2 * shape.expert_bytes <= shape.budget // 2 else 1
+        return replace(plan, ring_in=max(fewest, num_in), ring_out=max(fewest, num_out))
     half = min(RING_BYTES, shape.budget // 2) // 2
     size_in, size_out = _tile_bytes(shape, plan)
     return replace(
@@ -217,7 +228,7 @@ def _plan_gather(shape: _Shape, base: Plan) -> Plan | None:
     slot_bits = key_bits(shape.t, shape.topk)[1]
     num_slots = shape.t * shape.topk
     smem = 4 * (num_slots + (1 << slot_bits) + 4 * MAX_TILE_ROWS + 8 * shape.e)
-    is_whole = base.ring_in * base.tile_i == shape.i and base.ring_out * base.tile_h == shape.h
+    is_whole = base.ring_in * base.tile_i >= shape.i and base.ring_out * base.tile_h >= shape.h
     is_whole &= not base.cuts_i
     if (
         shape.h % (words * LANES)
@@ -248,14 +259,12 @@ def _plan_gather(shape: _Shape, base: Plan) -> Plan | None:
 def _plan_dense(shape: _Shape, transposed: bool, interleaved: bool) -> Plan:
     """The dense plan, whether it fits or not."""
     h, i, halves = shape.h, shape.i, shape.halves
-    # With one or two experts the last tile's matmul is not hidden: half the tile costs less. That
-    # matmul takes as long for quantised weights, so tiles are as many numbers, and fewer bytes.
-    tile_bits = 4 * TILE_BYTES if shape.t <= 2 * SUBLANES else 8 * TILE_BYTES
-    bits_in, bits_out = max(shape.gate_up.bits, 16), max(shape.down.bits, 16)
+    bits_in, bits_out = shape.gate_up.bits, shape.down.bits
+    tile_bits = [8 * _wanted_bytes(shape, stored) for stored in (shape.gate_up, shape.down)]
     # The even and odd columns of a gate's result are each stored at a multiple of the lanes.
     unit = LANES * (2 if shape.down.is_int4 else 1)
-    tile_i = _tile(i, halves * h * bits_in, tile_bits, unit)
-    tile_h = _tile(h, i * bits_out, tile_bits)
+    tile_i = _tile(i, halves * h * bits_in, tile_bits[0], unit)
+    tile_h = _tile(h, i * bits_out, tile_bits[1])
     is_split = halves == 2 and not interleaved
     is_split &= i % (LANES if transposed else shape.gate_up.row_unit) == 0
     plan = Plan("dense", tile_i, tile_h, 1, 1, is_split)
@@ -263,11 +272,21 @@ def _plan_dense(shape: _Shape, transposed: bool, interleaved: bool) -> Plan:
         # Columns are cut at lanes, rows at registers: gate and up side by side may reach them.
         width = LANES // (2 if interleaved else 1)
         unit = max(width, shape.down.row_unit * (2 if shape.down.is_int4 else 1))
-        tile_i = _tile(i, (halves + 1) * h * bits_in // 2, tile_bits, unit)
+        tile_i = _tile(i, (halves + 1) * h * bits_in // 2, tile_bits[0], unit)
         can_cut = interleaved or halves == 1 or is_split
         if can_cut and tile_i < i and _cuts_blocks(shape.down, i // tile_i):
             plan = replace(plan, tile_i=tile_i, tile_h=h, cuts_i=True)
     return _rings(shape, plan)
+
+
+def _wanted_bytes(shape: _Shape, stored: Stored) -> int:
+    """Of a weight tile. Quantised ones are as many numbers, more where the HBM outruns the MXU."""
+    wanted = TILE_BYTES
+    if stored.bits < 16:
+        fast = min(TILE_BYTES, int(TILE_SECONDS * shape.chip.hbm_bytes_per_s))
+        wanted = max(fast, TILE_BYTES * stored.bits // 16)
+    # With one or two experts the last tile's matmul is not hidden: half the tile costs less.
+    return wanted // 2 if shape.t <= 2 * SUBLANES else wanted
 
 
 def _cuts_blocks(down: Stored, num: int) -> bool:

@@ -12,7 +12,7 @@ Transposed weights are cut along columns instead of rows; a transposed down proj
 cannot be cut is cut along i, as gate/up is, and its tiles add up to y (`plan.cuts_i`).
 
 Quantised weights travel and wait as they are stored, and are widened on their way into the MXU
-(products). Their scales come with the first tile of a visit, into one of two slots.
+(dequant). Their scales come with the first tile of a visit, into one of two slots.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...tpu_runtime import LANES, SUBLANES
 from ..ragged_dot import dequant
-from . import products
 from .activations import ACTIVATIONS, swiglu_oai
 from .tiling import Plan, Stored
 
@@ -108,12 +107,12 @@ class Layer:
     def dot(self, lhs, weight, scale):
         """f32 [m, n] of lhs [m, k] and weight [n, k] ([k, n] if transposed), as it is stored.
 
-        scale: [k_blocks, n], None if not quantised; lhs: `products.Pairs` for int4.
+        scale: [k_blocks, n], None if not quantised; lhs: `dequant.Pairs` for int4.
         """
         is_exact = self.dtype == jnp.float32
         precision = jax.lax.Precision.HIGHEST if is_exact else jax.lax.Precision.DEFAULT
         if scale is not None:
-            return products.dot(
+            return dequant.dot(
                 lhs,
                 weight,
                 scale,
@@ -135,7 +134,7 @@ class Layer:
 
     def store_act(self, act_ref, rows: slice, tile, act):
         """act_ref [cuts, pairs, m, k]: columns tile * tile_i .. of rows = act."""
-        values = products.split(act)[:2] if self.down.is_int4 else (act,)
+        values = dequant.split_pairs(act) if self.down.is_int4 else (act,)
         size = self.plan.tile_i // len(values)
         for pair, value in enumerate(values):
             if self.plan.cuts_i:
@@ -149,7 +148,7 @@ class Layer:
         """What down tile `tile` is multiplied with."""
         cut = tile if self.plan.cuts_i else 0
         values = tuple(act_ref[cut, pair, rows] for pair in range(act_ref.shape[1]))
-        return products.Pairs(*values) if self.down.is_int4 else values[0]
+        return dequant.Pairs(*values) if self.down.is_int4 else values[0]
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class Scales:
     def start(self, expert, visit):
         if not self.is_whole:
             self._copy(expert, jax.lax.rem(visit, 2)).start()
-        elif isinstance(visit, int):
+        elif isinstance(visit, int) and visit == 0:
             self._copy(0, 0).start()
 
     def wait(self, expert, visit):
@@ -308,10 +307,17 @@ class Stream:
                 _when(tile == 0, lambda: self.scales_out.start(expert, visit))
 
     def start_rest(self, num_visits):
-        """Fills both rings for visit 0, of which tile 0 is under way."""
-        for tile in range(1, self.layer.plan.ring_in):
+        """Starts the tiles of visit 0 that the rings have room for, but tile 0 of gate/up."""
+        for tile in range(1, min(self.layer.plan.ring_in, self.layer.num_in)):
             self.start_in(0, tile, num_visits)
-        for tile in range(self.layer.plan.ring_out):
+        for tile in range(min(self.layer.plan.ring_out, self.layer.num_out)):
+            self.start_out(0, tile, num_visits)
+
+    def start_next(self, num_visits):
+        """Starts the tiles of visit 1 that the rings have room for."""
+        for tile in range(self.layer.num_in, self.layer.plan.ring_in):
+            self.start_in(0, tile, num_visits)
+        for tile in range(self.layer.num_out, self.layer.plan.ring_out):
             self.start_out(0, tile, num_visits)
 
     def slot_in(self, visit, tile):
