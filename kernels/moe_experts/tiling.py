@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
 TILE_BYTES = 2 * MIB  # of a weight tile: enough for full bandwidth, soon there
-TILE_SECONDS = 1e-6  # of a quantised tile's way from HBM, several times what a product costs beside
+TILE_SECONDS = 1e-6  # of an int4 tile's way from HBM, several times what a product costs beside
 RING_BYTES = 24 * MIB  # of both rings, when a whole expert does not fit
 EXPERT_BYTES = 40 * MIB  # the largest expert held whole
 SMEM_BYTES = 768 * 1024  # for the sorted slots, of about 1 MiB
@@ -280,11 +280,13 @@ def _plan_dense(shape: _Shape, transposed: bool, interleaved: bool) -> Plan:
 
 
 def _wanted_bytes(shape: _Shape, stored: Stored) -> int:
-    """Of a weight tile. Quantised ones are as many numbers, more where the HBM outruns the MXU."""
-    wanted = TILE_BYTES
-    if stored.bits < 16:
-        fast = min(TILE_BYTES, int(TILE_SECONDS * shape.chip.hbm_bytes_per_s))
-        wanted = max(fast, TILE_BYTES * stored.bits // 16)
+    """Of a weight tile: as many numbers as in bfloat16.
+
+    int4 takes more where the HBM would bring them faster than the MXU fills and drains.
+    """
+    wanted = TILE_BYTES * min(stored.bits, 16) // 16
+    if stored.is_int4:
+        wanted = max(wanted, min(TILE_BYTES, int(TILE_SECONDS * shape.chip.hbm_bytes_per_s)))
     # With one or two experts the last tile's matmul is not hidden: half the tile costs less.
     return wanted // 2 if shape.t <= 2 * SUBLANES else wanted
 

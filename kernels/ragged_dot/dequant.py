@@ -153,6 +153,8 @@ def dot(
         ]
         return _product(parts, weights, transposed, precision)
 
+    if code is not None and is_int4(weight.dtype):
+        scale = scale * (1 / code.unit)
     results = []
     for start in range(0, scale.shape[1], PRODUCT_COLS):
         cols = slice(start, start + PRODUCT_COLS)
@@ -204,7 +206,7 @@ def _range_of_k(weight: jax.Array, start: int, size: int, transposed: bool) -> j
 def _unscaled(
     parts, weight: jax.Array, transposed: bool, precision, code: Code | None
 ) -> jax.Array:
-    """lhs @ stored values.
+    """lhs @ stored values, those of int4 codes in their unit.
 
     Few rows take short products with widened weights: these are then transposed without the XLU.
     """
@@ -218,7 +220,7 @@ def _unscaled(
         total = value if total is None else total + value
     if code is not None and is_int4(weight.dtype):
         rows = sum(part.astype(jnp.float32) for part in parts)
-        total = total * (1 / code.unit) - 8 * jnp.sum(rows, axis=1, keepdims=True)
+        total = total - (8 * code.unit) * jnp.sum(rows, axis=1, keepdims=True)
     return total
 
 
