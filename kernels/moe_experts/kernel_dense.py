@@ -14,8 +14,8 @@ experts, 8 tokens 1.02 / 1.06; 16 experts, 64 tokens 1.01 / 1.03; 256 tokens 1.0
 experts, 64 tokens 1.00 / 1.00. Bound by the HBM until t * (MXU time of a row) exceeds it, near 250
 tokens on v5e and 400 on v6e. int8, against its own bytes: 8 tokens 1.05 / 1.12; 64
 tokens 1.02 / 1.05, 126 experts 1.00 / 1.01; float8_e4m3fn the same; int8 in blocks of 128, 1.03 /
-1.07. int4: 8 tokens 1.09 / 1.53: there v6e is bound by the weights' way into the MXU, about 500
-cycles for 2^20 of them, which take 600 from the HBM, and by 80 cycles for each DMA.
+1.07. int4: 8 tokens 1.10 / 1.30; 64 tokens on v6e 1.13: 2^20 weights come from the HBM in 600
+cycles and enter the MXU in 350, which with the fill and drain of every tile is nearly as long.
 
 The idea of visiting each active expert once for all tokens is that of tokamax's fused_moe_decode,
 https://github.com/openxla/tokamax.
