@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
 TILE_BYTES = 2 * MIB  # of a weight tile: enough for full bandwidth, soon there
-TILE_SECONDS = 1e-6  # of an int4 tile's way from HBM, several times what a product costs beside
 RING_BYTES = 24 * MIB  # of both rings, when a whole expert does not fit
 EXPERT_BYTES = 40 * MIB  # the largest expert held whole
 SMEM_BYTES = 768 * 1024  # for the sorted slots, of about 1 MiB
@@ -280,13 +279,11 @@ def _plan_dense(shape: _Shape, transposed: bool, interleaved: bool) -> Plan:
 
 
 def _wanted_bytes(shape: _Shape, stored: Stored) -> int:
-    """Of a weight tile: as many numbers as in bfloat16.
-
-    int4 takes more where the HBM would bring them faster than the MXU fills and drains.
+    """Of a weight tile: as many numbers as in bfloat16, and four times as many for int4 where the
+    MXU is so wide that filling and draining it takes as long as the HBM for half a MiB.
     """
-    wanted = TILE_BYTES * min(stored.bits, 16) // 16
-    if stored.is_int4:
-        wanted = max(wanted, min(TILE_BYTES, int(TILE_SECONDS * shape.chip.hbm_bytes_per_s)))
+    is_long = stored.is_int4 and shape.chip.mxu_size > LANES
+    wanted = TILE_BYTES if is_long else TILE_BYTES * min(stored.bits, 16) // 16
     # With one or two experts the last tile's matmul is not hidden: half the tile costs less.
     return wanted // 2 if shape.t <= 2 * SUBLANES else wanted
 
