@@ -176,12 +176,12 @@ def test_output_equals_float64(case: Quantised, run) -> None:
 
 
 def gathered_forward(case: Quantised, inputs: dict) -> torch.Tensor:
-    """The kernel that gathers each expert's rows, whatever `choose` would take."""
+    """The kernel that gathers each expert's rows, with two experts in the rings."""
     from tpu_kernels.kernels.moe_experts import kernel, tiling
 
     layer = case.layer
     is_split = layer.has_gate and layer.activation != "swiglu_oai"
-    plan = tiling.Plan("gather", layer.i, layer.h, 1, 1, is_split, 32, 16, 16)
+    plan = tiling.Plan("gather", layer.i, layer.h, 2, 2, is_split, 32, 16, 16)
 
     def fused(*arrays, chip, interpret):
         return kernel.moe_experts_fused(
@@ -250,7 +250,6 @@ def test_every_stored_value_is_exact_in_the_kernel() -> None:
     """One-hot rows read the weights out: each of the 16 or 256 values, subnormals included."""
     import jax
     import jax.numpy as jnp
-    from tpu_kernels.kernels.moe_experts import products
     from tpu_kernels.kernels.moe_experts.tiling import Stored
     from tpu_kernels.kernels.ragged_dot import dequant
 
@@ -265,8 +264,8 @@ def test_every_stored_value_is_exact_in_the_kernel() -> None:
             def kernel(weight_ref, out_ref, k=k, code=code, is_int4=is_int4):
                 row, column = (jax.lax.broadcasted_iota(jnp.int32, (k, k), d) for d in (0, 1))
                 rows = (row == column).astype(jnp.bfloat16)
-                out_ref[...] = products.dot(
-                    products.split(rows) if is_int4 else rows,
+                out_ref[...] = dequant.dot(
+                    dequant.split_pairs(rows) if is_int4 else rows,
                     weight_ref[...],
                     jnp.ones((1, 8), jnp.float32),
                     transposed=False,

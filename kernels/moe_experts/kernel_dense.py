@@ -14,10 +14,10 @@ of it. bf16: 1 expert, 1 token 1.15 / 1.39; 7 experts, 8 tokens 1.02 / 1.06; 16 
 1.01 / 1.03; 256 tokens 1.09 / 1.03; 126 experts, 64 tokens 1.00 / 1.00. Bound by the HBM until t *
 (MXU time of a row) exceeds it, near 250 tokens on v5e and 400 on v6e. int8, against its own bytes:
 1 token 1.35 / 1.81, 8 tokens 1.05 / 1.11; 64 tokens 1.02 / 1.05, 126 experts 1.00 / 1.01;
-float8_e4m3fn the same; int8 in blocks of 128, 1.03 / 1.07. int4: 8 tokens 1.09 / 1.50: there v6e is
-bound by the weights' way into the MXU, about 500 cycles for 2^20 of them, which take 600 from the
-HBM, and by 80 cycles for each DMA. Gemma 4, 16 of 128 experts, h=2816, i=704, 64 tokens: bf16 1.01
-/ 1.02, int8 1.02 / 1.05.
+float8_e4m3fn the same; int8 in blocks of 128, 1.03 / 1.07. int4: 8 tokens 1.10 / 1.30; 64 tokens on
+v6e 1.13: 2^20 weights come from the HBM in 600 cycles and enter the MXU in 350, which with the fill
+and drain of every tile is nearly as long. Gemma 4, 16 of 128 experts, h=2816, i=704, 64 tokens:
+bf16 1.01 / 1.02, int8 1.02 / 1.05.
 
 One expert cannot do better than its bytes and three DMA latencies of 0.5 / 0.7 us, each of which
 needs what the one before brought: ids, weights, result. That is 1.12 / 1.33 in bf16 and, as half
@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from . import products
+from ..ragged_dot import dequant
 from .tiling import MAX_UNROLLED
 from .weights import Layer, Stream, scale_buffers, take_scales
 
@@ -156,7 +156,7 @@ def _kernel(*refs, layer: Layer, has_bias, has_scales, is_turned):
     stream.start_rest_in(first < layer.e)
     num_active = _list_rest(layer, first, ids_smem, active_ref, seen_ref)
     # After the loops above: the compiler mixes transfers that start in one basic block.
-    stream.start_all_out(first < layer.e)
+    stream.start_others(num_active)
     y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
     for copy in copies:
         copy.wait()
@@ -164,13 +164,12 @@ def _kernel(*refs, layer: Layer, has_bias, has_scales, is_turned):
     if is_turned:
         ids, weights = ids.T, weights.T  # [t, topk]
     if layer.gate_up.is_int4:
-        pairs_ref, sums_ref = itertools.islice(refs, 2)
-        pairs_ref[0], pairs_ref[1], _ = pairs = products.split(x_ref[...])
-        sums_ref[...] = products.block_sums(*pairs[:2], layer.gate_up.num_blocks)
+        pairs_ref = next(refs)
+        pairs_ref[0], pairs_ref[1] = dequant.split_pairs(x_ref[...])
 
     def load_x():
         if layer.gate_up.is_int4:
-            return products.Pairs(pairs_ref[0], pairs_ref[1], sums_ref[...])
+            return dequant.Pairs(pairs_ref[0], pairs_ref[1])
         return x_ref[...]
 
     def visit_expert(visit, _):
@@ -218,10 +217,7 @@ def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, inte
         *scale_buffers(layer, scales),
     ]
     if layer.gate_up.is_int4:
-        scratch += [
-            pltpu.VMEM((2, layer.t, layer.h // 2), x.dtype),
-            pltpu.VMEM((layer.t, layer.gate_up.num_blocks), jnp.float32),
-        ]
+        scratch.append(pltpu.VMEM((2, layer.t, layer.h // 2), x.dtype))
     given = [scale for scale in scales if scale is not None]
     return pl.pallas_call(
         lambda *refs: _kernel(

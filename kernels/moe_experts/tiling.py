@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ...tpu_runtime import LANES, MIB, SUBLANES, Chip, round_up
 
-TILE_BYTES = 2 * MIB  # of a weight tile, in bfloat16: enough for full bandwidth, soon there
+TILE_BYTES = 2 * MIB  # of a weight tile: enough for full bandwidth, soon there
 RING_BYTES = 24 * MIB  # of both rings, when a whole expert does not fit
 EXPERT_BYTES = 40 * MIB  # the largest expert held whole
 SMEM_BYTES = 768 * 1024  # for the sorted slots, of about 1 MiB
@@ -16,7 +16,7 @@ SMALL_ROWS = 64  # gather: row tile of experts, or of rests of experts, with few
 FEWEST_ROWS = 16  # .. if they have fewer than that on average
 MAX_TILE_ROWS = 512
 MAX_UNROLLED = 8  # tiles of a visit whose places in the rings are static
-PUSH_SECONDS = 0.3e-12  # of a weight into the MXU
+PUSH_SECONDS = 0.17e-12  # of a weight into the MXU
 SORT_SECONDS = 3e-6, 1.2e-9  # of slots by expert, before the gather kernel: fixed, and by slot
 
 
@@ -44,6 +44,11 @@ class Stored:
 
     def num_stored(self, k: int) -> int:
         return k // 2 if self.is_int4 else k
+
+    def num_copies(self, k: int) -> int:
+        """Of the rows, where blocks narrower than the lanes share a product (`dequant.dot`)."""
+        block = self.num_stored(k) // max(self.num_blocks, 1)
+        return LANES // block if 0 < block < LANES and LANES % block == 0 else 1
 
     def scale_bytes(self, n: int) -> int:
         """Of one expert, as its copy moves it."""
@@ -126,7 +131,8 @@ class _Shape:
 
     def seconds(self, rows: int, experts: int) -> float:
         """Of `experts` visits with `rows` rows each: their weights' way from HBM or the matmuls."""
-        flops = 2 * rows * (self.halves + 1) * self.h * self.i
+        copies = self.halves * self.gate_up.num_copies(self.h) + self.down.num_copies(self.i)
+        flops = 2 * rows * copies * self.h * self.i
         if self.itemsize == 4:
             flops *= 6  # passes of an exact f32 product
         read = self.expert_bytes / (0.9 * self.chip.hbm_bytes_per_s)
@@ -166,11 +172,15 @@ def _tile(size: int, row_bits: int, tile_bits: int, unit: int = LANES, least: in
 
 
 def _rings(shape: _Shape, plan: Plan) -> Plan:
-    """Tiles held of gate/up and of down: a whole expert if it fits, else at least two of each."""
+    """Tiles held of gate/up and of down: a whole expert if it fits, and at least two of each.
+
+    An expert of one tile each waits beside the next one, if both fit.
+    """
     num_in = shape.i // plan.tile_i
     num_out = num_in if plan.cuts_i else shape.h // plan.tile_h
     if shape.expert_bytes <= min(EXPERT_BYTES, shape.budget // 2):
-        return replace(plan, ring_in=num_in, ring_out=num_out)
+        fewest = 2 if 2 * shape.expert_bytes <= shape.budget // 2 else 1
+        return replace(plan, ring_in=max(fewest, num_in), ring_out=max(fewest, num_out))
     half = min(RING_BYTES, shape.budget // 2) // 2
     size_in, size_out = _tile_bytes(shape, plan)
     return replace(
@@ -221,7 +231,7 @@ def _plan_gather(shape: _Shape, base: Plan) -> Plan | None:
     slot_bits = key_bits(shape.t, shape.topk)[1]
     num_slots = shape.t * shape.topk
     smem = 4 * (num_slots + (1 << slot_bits) + 4 * MAX_TILE_ROWS + 8 * shape.e)
-    is_whole = base.ring_in * base.tile_i == shape.i and base.ring_out * base.tile_h == shape.h
+    is_whole = base.ring_in * base.tile_i >= shape.i and base.ring_out * base.tile_h >= shape.h
     is_whole &= not base.cuts_i
     if (
         shape.h % (words * LANES)
@@ -252,14 +262,12 @@ def _plan_gather(shape: _Shape, base: Plan) -> Plan | None:
 def _plan_dense(shape: _Shape, interleaved: bool, cuts_i: bool) -> Plan:
     """The dense plan, whether it fits or not; `cuts_i`: cut along i what else is whole."""
     h, i, halves = shape.h, shape.i, shape.halves
-    # With one or two experts the last tile's matmul is not hidden: half the tile costs less. That
-    # matmul takes as long for quantised weights, so tiles are as many numbers, and fewer bytes.
-    tile_bits = 4 * TILE_BYTES if shape.t <= 2 * SUBLANES else 8 * TILE_BYTES
-    bits_in, bits_out = max(shape.gate_up.bits, 16), max(shape.down.bits, 16)
+    bits_in, bits_out = shape.gate_up.bits, shape.down.bits
+    tile_bits = [8 * _wanted_bytes(shape, stored) for stored in (shape.gate_up, shape.down)]
     # The even and odd columns of a gate's result are each stored at a multiple of the lanes.
     unit = LANES * (2 if shape.down.is_int4 else 1)
-    tile_i = _tile(i, halves * h * bits_in, tile_bits, unit)
-    tile_h = _tile(h, i * bits_out, tile_bits)
+    tile_i = _tile(i, halves * h * bits_in, tile_bits[0], unit)
+    tile_h = _tile(h, i * bits_out, tile_bits[1])
     is_split = halves == 2 and not interleaved
     is_split &= i % (LANES if shape.gate_up.transposed else shape.gate_up.row_unit) == 0
     plan = Plan("dense", tile_i, tile_h, 1, 1, is_split)
@@ -271,11 +279,21 @@ def _plan_dense(shape: _Shape, interleaved: bool, cuts_i: bool) -> Plan:
         # Scales are read at multiples of the lanes, or at columns that are static.
         is_static = shape.gate_up.num_blocks and not shape.gate_up.transposed
         least = max(LANES, -(-i // MAX_UNROLLED) if is_static else 0)
-        tile_i = _tile(i, (halves + 1) * h * bits_in // 2, tile_bits, unit, least)
+        tile_i = _tile(i, (halves + 1) * h * bits_in // 2, tile_bits[0], unit, least)
         can_cut = interleaved or halves == 1 or is_split
         if can_cut and tile_i < i and _cuts_blocks(shape.down, i // tile_i):
             plan = replace(plan, tile_i=tile_i, tile_h=h, cuts_i=True)
     return _rings(shape, plan)
+
+
+def _wanted_bytes(shape: _Shape, stored: Stored) -> int:
+    """Of a weight tile: as many numbers as in bfloat16, and four times as many for int4 where the
+    MXU is so wide that filling and draining it takes as long as the HBM for half a MiB.
+    """
+    is_long = stored.is_int4 and shape.chip.mxu_size > LANES
+    wanted = TILE_BYTES if is_long else TILE_BYTES * min(stored.bits, 16) // 16
+    # With one or two experts the last tile's matmul is not hidden: half the tile costs less.
+    return wanted // 2 if shape.t <= 2 * SUBLANES else wanted
 
 
 def _cuts_blocks(down: Stored, num: int) -> bool:

@@ -8,12 +8,12 @@ A visit is one pass over one expert: `num_in` gate/up tiles, then `num_out` down
 Tile `flat` = visit * num_tiles + tile lives in slot flat % ring. When a tile has been used, its
 slot is given at once to tile flat + ring: both rings together are always full and the HBM does not
 wait for the compute, a whole expert ahead when that fits, else a few tiles.
-Transposed weights are cut along columns instead of rows, each projection as it lies. Where h or i is
-no multiple of the lanes, a transposed down projection is cut along i, as gate/up is, and its tiles
-add up to y (`plan.cuts_i`).
+Transposed weights are cut along columns instead of rows, each projection as it lies. Where h or i
+is no multiple of the lanes, a transposed down projection is cut along i, as gate/up is, and its
+tiles add up to y (`plan.cuts_i`).
 
 Quantised weights travel and wait as they are stored, and are widened on their way into the MXU
-(products). Their scales come with the first tile of a visit, into one of two slots.
+(dequant). Their scales come with the first tile of a visit, into one of two slots.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...tpu_runtime import LANES, SUBLANES
 from ..ragged_dot import dequant
-from . import products
 from .activations import ACTIVATIONS, swiglu_oai
 from .tiling import MAX_UNROLLED, Plan, Stored
 
@@ -106,12 +105,12 @@ class Layer:
     def dot(self, lhs, weight, scale, transposed: bool):
         """f32 [m, n] of lhs [m, k] and weight [n, k] ([k, n] if transposed), as it is stored.
 
-        scale: [k_blocks, n], None if not quantised; lhs: `products.Pairs` for int4.
+        scale: [k_blocks, n], None if not quantised; lhs: `dequant.Pairs` for int4.
         """
         is_exact = self.dtype == jnp.float32
         precision = jax.lax.Precision.HIGHEST if is_exact else jax.lax.Precision.DEFAULT
         if scale is not None:
-            return products.dot(
+            return dequant.dot(
                 lhs,
                 weight,
                 scale,
@@ -133,7 +132,7 @@ class Layer:
 
     def store_act(self, act_ref, rows: slice, tile, act):
         """act_ref [cuts, pairs, m, k]: columns tile * tile_i .. of rows = act."""
-        values = products.split(act)[:2] if self.down.is_int4 else (act,)
+        values = dequant.split_pairs(act) if self.down.is_int4 else (act,)
         size = self.plan.tile_i // len(values)
         for pair, value in enumerate(values):
             if self.plan.cuts_i:
@@ -147,7 +146,7 @@ class Layer:
         """What down tile `tile` is multiplied with."""
         cut = tile if self.plan.cuts_i else 0
         values = tuple(act_ref[cut, pair, rows] for pair in range(act_ref.shape[1]))
-        return products.Pairs(*values) if self.down.is_int4 else values[0]
+        return dequant.Pairs(*values) if self.down.is_int4 else values[0]
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ class Scales:
     def start(self, expert, visit):
         if not self.is_whole:
             self._copy(expert, jax.lax.rem(visit, 2)).start()
-        elif isinstance(visit, int):
+        elif isinstance(visit, int) and visit == 0:
             self._copy(0, 0).start()
 
     def wait(self, expert, visit):
@@ -306,13 +305,19 @@ class Stream:
                 _when(tile == 0, lambda: self.scales_out.start(expert, visit))
 
     def start_rest_in(self, num_visits):
-        """Fills the ring of gate/up for visit 0, of which tile 0 is under way."""
-        for tile in range(1, self.layer.plan.ring_in):
+        """Starts the gate/up tiles of visit 0 that the ring has room for, but tile 0."""
+        for tile in range(1, min(self.layer.plan.ring_in, self.layer.num_in)):
             self.start_in(0, tile, num_visits)
 
-    def start_all_out(self, num_visits):
-        """Fills the ring of down for visit 0."""
-        for tile in range(self.layer.plan.ring_out):
+    def start_others(self, num_visits):
+        """Fills both rings: down tiles of visit 0, then what there is room for of visit 1."""
+        plan, layer = self.layer.plan, self.layer
+        held = min(plan.ring_out, layer.num_out)
+        for tile in range(held):
+            self.start_out(0, tile, num_visits)
+        for tile in range(layer.num_in, plan.ring_in):
+            self.start_in(0, tile, num_visits)
+        for tile in range(held, plan.ring_out):
             self.start_out(0, tile, num_visits)
 
     def slot_in(self, visit, tile):

@@ -5,9 +5,19 @@ Pure functions of JAX values, for any kernel that has a tile of `quantized.py`'s
     lhs = split_pairs(lhs) if is_int4(weight.dtype) else lhs      # once per row tile
     acc = dot(lhs, weight, scale, transposed=...)                 # float32 [m, n]
 
-Every stored value is exact in bfloat16, so the MXU multiplies bfloat16 whatever is stored. Scales
-never touch the weights where they can be applied to float32 sums instead: per channel to the whole
-sum, per block to the sum of the block.
+Beside bfloat16 rows the MXU gets
+
+    float8   as it is stored: no instruction widens it. (The code that means NaN in float8_e4m3fn
+             counts as 480 on v5e, v5p and v6e, whose MXU takes the bits for a float8_e4m3b11fnuz;
+             quantised weights are finite.)
+    int4     as a float8: a nibble 0 .. 15 read as one with three bits of mantissa is exactly its
+             number times a unit, because the subnormals and the first binade are one ladder. A mask
+             makes four such weights of a word, and another the next four; 8 is added to a signed
+             nibble by flipping its upper bit, and comes off again as 8 times the sum of the row.
+    int8     widened to bfloat16, in which every stored value is exact.
+
+For float32 rows everything is widened to float32. Scales never touch the weights where they can be
+applied to float32 sums instead: per channel to the whole sum, per block to the sum of the block.
 
 int4 is unpacked without moving a value: one uint8 holds k = 2j (low nibble) and k = 2j + 1, so the
 low nibbles of a tile are the weights of the even columns of lhs, the high nibbles of the odd ones.
@@ -23,11 +33,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...tpu_runtime import LANES, Chip
 
-Rows = jax.Array | tuple[jax.Array, jax.Array]  # [m, k], or its even and odd columns [m, k/2]
 REGISTER_ROWS = 32  # of one-byte values
 _EACH_88, _EACH_80 = -0x77777778, -0x7F7F7F80  # int32 with 0x88 or 0x80 in every byte of a word
 FEW_ROWS = 128
+PRODUCT_COLS = 2 * LANES
 MAX_COPIES = 8  # of the rows, one for each block that shares a product
+
+
+class Pairs(NamedTuple):
+    """Rows for int4 weights: even and odd columns."""
+
+    even: jax.Array  # [m, k/2]
+    odd: jax.Array
 
 
 class Code(NamedTuple):
@@ -70,8 +87,8 @@ def unpack_int4(packed: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Arr
     return tuple(widen(pltpu.bitcast(x, jnp.int8), dtype) for x in signed)
 
 
-def split_pairs(lhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Even and odd columns of lhs [m, k], k even, each [m, k/2]. m a multiple of 16.
+def split_pairs(lhs: jax.Array) -> Pairs:
+    """Even and odd columns of lhs [m, k], k even. m a multiple of 16.
 
     Moving lanes is what the MXU does best: a product with a permutation, exact for finite values;
     a row with an inf may get NaN for it. Pieces of the columns are stacked, so that the MXU takes
@@ -91,7 +108,7 @@ def split_pairs(lhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     for part in range(2):
         columns = [x[:, part * (x.shape[1] // 2) :][:, : x.shape[1] // 2] for x in pieces]
         parts.append(columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1))
-    return tuple(parts)
+    return Pairs(*parts)
 
 
 def _part_columns(lhs: jax.Array) -> jax.Array:  # [m, k]
@@ -107,7 +124,7 @@ def _part_columns(lhs: jax.Array) -> jax.Array:  # [m, k]
 
 
 def dot(
-    lhs: Rows,  # [m, k]; for int4 the result of split_pairs
+    lhs: jax.Array | Pairs,  # [m, k]; pairs for int4
     weight: jax.Array,  # as stored: [k, n] or [n, k]; int4 [k/2, n] or [n, k/2]
     scale: jax.Array,  # float32 [k_blocks, n]; k_blocks = 1: per channel
     *,
@@ -122,24 +139,55 @@ def dot(
     Blocks that divide 128 or are multiples of it (halves of it for int4) are scaled in float32
     after the product. Other blocks scale the weights in float32, rounded to the dtype of lhs.
     """
-    parts = lhs if isinstance(lhs, tuple) else (lhs,)
-    k, num_blocks = parts[0].shape[1], scale.shape[0]
-    if num_blocks == 1:
-        return _unscaled(parts, weight, transposed, precision, code) * scale
+    parts = tuple(lhs) if isinstance(lhs, Pairs) else (lhs,)
+    k, num_blocks, dtype = parts[0].shape[1], scale.shape[0], parts[0].dtype
+    if dtype != jnp.bfloat16 or (is_int4(weight.dtype) and weight.shape[0] % REGISTER_ROWS):
+        code = None
     block = k // num_blocks if k % num_blocks == 0 else 0
     is_short = block and LANES % block == 0 and LANES // block <= MAX_COPIES
-    if is_short or (block and block % LANES == 0):
-        return _dot_by_block(parts, weight, scale, block, transposed, precision, code)
-    step, block = len(parts), len(parts) * k // num_blocks
-    weights = [
-        scale_weights(w, scale, block, i, step, transposed)
-        for i, w in enumerate(_operands(weight, parts[0].dtype, None))
-    ]
-    return _sum_of_dots(parts, weights, transposed, precision)
+    if not (num_blocks == 1 or is_short or (block and block % LANES == 0)):
+        step, block = len(parts), len(parts) * k // num_blocks
+        weights = [
+            scale_weights(w, scale, block, i, step, transposed)
+            for i, w in enumerate(_operands(weight, dtype, None))
+        ]
+        return _product(parts, weights, transposed, precision)
+
+    if code is not None and is_int4(weight.dtype):
+        scale = scale * (1 / code.unit)
+    results = []
+    for start in range(0, scale.shape[1], PRODUCT_COLS):
+        cols = slice(start, start + PRODUCT_COLS)
+        columns = weight[cols] if transposed else weight[:, cols]
+        results.append(_dot_columns(parts, columns, scale[:, cols], transposed, precision, code))
+    return results[0] if len(results) == 1 else jnp.concatenate(results, axis=1)
 
 
-def _sum_of_dots(parts, weights, transposed: bool, precision) -> jax.Array:
+def _dot_columns(
+    parts, weight: jax.Array, scale: jax.Array, transposed: bool, precision, code: Code | None
+) -> jax.Array:
+    """The columns of one product, so few that their sums stay in registers."""
+    (m, k), num_blocks = parts[0].shape, scale.shape[0]
+    block = k // num_blocks
+    total, width = None, block if num_blocks == 1 else max(block, LANES)
+    for start in range(0, k, width):
+        size = min(width, k - start)
+        chunks = [_repeat(part, block) for part in _columns(parts, start, size)]
+        rows = _range_of_k(weight, start, size, transposed)
+        sums = _unscaled(chunks, rows, transposed, precision, code)
+        for i in range(size // block):
+            block_id = start // block + i
+            value = sums[i * m : (i + 1) * m] * scale[block_id : block_id + 1]
+            total = value if total is None else total + value
+    return total
+
+
+def _product(parts, weights, transposed: bool, precision) -> jax.Array:
+    """The sum of part @ weight: one product with twice the k where that moves no lanes."""
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
+    if len(parts) == 2 and parts[0].shape[1] % LANES == 0:
+        parts = [jnp.concatenate(parts, axis=1)]
+        weights = [jnp.concatenate(weights, axis=1 if transposed else 0)]
     dots = [
         jax.lax.dot_general(part, weight, dims, precision, jnp.float32)
         for part, weight in zip(parts, weights, strict=True)
@@ -158,71 +206,51 @@ def _range_of_k(weight: jax.Array, start: int, size: int, transposed: bool) -> j
 def _unscaled(
     parts, weight: jax.Array, transposed: bool, precision, code: Code | None
 ) -> jax.Array:
-    """lhs @ stored values. Few rows take short products: their transposed weights skip the XLU."""
-    (m, k), dtype = parts[0].shape, parts[0].dtype
-    if dtype != jnp.bfloat16:
-        code = None
-    if is_int4(weight.dtype) and weight.shape[0] % REGISTER_ROWS:
-        code = None
-    size = LANES if transposed and m <= FEW_ROWS and k % LANES == 0 else k
+    """lhs @ stored values, those of int4 codes in their unit.
+
+    Few rows take short products with widened weights: these are then transposed without the XLU.
+    """
+    m, k = parts[0].shape
+    is_short = transposed and m <= FEW_ROWS and k % LANES == 0 and not _is_direct(weight, code)
+    size = LANES if is_short else k
     total = None
     for start in range(0, k, size):
-        weights = _operands(_range_of_k(weight, start, size, transposed), dtype, code)
-        product = _sum_of_dots(_columns(parts, start, size), weights, transposed, precision)
-        total = product if total is None else total + product
+        rhs = _operands(_range_of_k(weight, start, size, transposed), parts[0].dtype, code)
+        value = _product(_columns(parts, start, size), rhs, transposed, precision)
+        total = value if total is None else total + value
     if code is not None and is_int4(weight.dtype):
         rows = sum(part.astype(jnp.float32) for part in parts)
-        total = total * (1 / code.unit) - 8 * jnp.sum(rows, axis=1, keepdims=True)
+        total = total - (8 * code.unit) * jnp.sum(rows, axis=1, keepdims=True)
     return total
+
+
+def _is_direct(weight: jax.Array, code: Code | None) -> bool:
+    """Whether the MXU takes the stored values, or codes made of them, beside bfloat16."""
+    return code is not None and weight.dtype != jnp.int8
 
 
 def _operands(weight: jax.Array, dtype: jnp.dtype, code: Code | None) -> tuple[jax.Array, ...]:
     """The weights of each part of lhs, for int4 with a code 8 more and in its units."""
     if is_int4(weight.dtype):
-        return unpack_int4(weight, dtype) if code is None else codes(weight, code)
-    is_direct = code is not None and weight.dtype != jnp.int8
-    return (weight if is_direct else widen(weight, dtype),)
+        return unpack_int4(weight, dtype) if code is None else _codes(weight, code)
+    return (weight if _is_direct(weight, code) else widen(weight, dtype),)
 
 
-def codes(packed: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
-    """(value + 8) * code.unit of the low and of the high nibbles.
-
-    The subnormals and the first binade of a float8 with three bits of mantissa are one ladder: read
-    as such, 0 .. 15 are these numbers of units. Flipping its upper bit adds 8 to a signed nibble.
-    """
+def _codes(packed: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
+    """(value + 8) * code.unit of the low and of the high nibbles."""
     words = pltpu.bitcast(packed, jnp.int32)
     nibbles = ((x & 0x0F0F0F0F) ^ 0x08080808 for x in (words, words >> 4))
     return tuple(pltpu.bitcast(x, code.dtype) for x in nibbles)
 
 
-def _dot_by_block(
-    parts, weight, scale, block: int, transposed: bool, precision, code: Code | None
-) -> jax.Array:
-    """Sums of each block of k times its scales.
+def _repeat(lhs: jax.Array, block: int) -> jax.Array:
+    """Copies of lhs [m, k] below each other, the i-th with the columns of block i only.
 
-    Blocks shorter than the lanes share a product: rows are repeated, each copy with the lanes of
-    one block and zeros elsewhere.
+    So blocks shorter than the lanes share a product:
 
         lhs  [ a a a a | b b b b ]    ->   [ a a a a | 0 0 0 0 ]   times [ weights, 128 of k ]
                                            [ 0 0 0 0 | b b b b ]
     """
-    m, k = parts[0].shape
-    width = max(block, LANES)
-    total = None
-    for start in range(0, k, width):
-        size = min(width, k - start)
-        chunks = [repeat(part, block) for part in _columns(parts, start, size)]
-        rows = _range_of_k(weight, start, size, transposed)
-        sums = _unscaled(chunks, rows, transposed, precision, code)
-        for i in range(size // block):
-            block_id = start // block + i
-            scaled = sums[i * m : (i + 1) * m] * scale[block_id : block_id + 1]
-            total = scaled if total is None else total + scaled
-    return total
-
-
-def repeat(lhs: jax.Array, block: int) -> jax.Array:
-    """Copies of lhs [m, k] below each other, the i-th with the columns of block i only."""
     num_copies = lhs.shape[1] // block
     if num_copies == 1:
         return lhs

@@ -23,9 +23,8 @@ def prepare_rows(plan: Plan, refs: Refs, num_rows, lhs_slot) -> None:
 
     def split(i, _):
         rows = pl.ds(pl.multiple_of(i * step, step), step)
-        parts = dequant.split_pairs(refs.lhs_buf[lhs_slot, rows])
-        for part, value in enumerate(parts):
-            refs.pairs[part, rows] = value
+        pairs = dequant.split_pairs(refs.lhs_buf[lhs_slot, rows])
+        refs.pairs[0, rows], refs.pairs[1, rows] = pairs
 
     def scale(i, _):
         rows = pl.ds(pl.multiple_of(i * step, step), step)
@@ -61,7 +60,7 @@ def _dot(plan: Plan, refs: Refs, rows, cols, first_col, lhs_slot, rhs_slot):
         dims = (((1,), (1 if plan.transpose_rhs else 0,)), ((), ()))
         return jax.lax.dot_general(lhs, weight, dims, plan.precision, jnp.float32)
     if quantised.is_int4:
-        lhs = (refs.pairs[0, rows], refs.pairs[1, rows])
+        lhs = dequant.Pairs(refs.pairs[0, rows], refs.pairs[1, rows])
     else:
         lhs = refs.lhs_buf[lhs_slot, rows]
     if plan.scales_by_visit:

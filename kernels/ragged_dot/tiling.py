@@ -142,11 +142,14 @@ def _col_step(
     """
     mxu = chip.mxu_size
     widest = _dot_width(in_bytes, chip) if m > FEW_ROWS else mxu
+    weight_bytes = in_bytes
     if quantised is not None and m <= FEW_ROWS:
-        widest = 768 if quantised.splits_lhs else 512
+        widest = 512
+        if quantised.splits_lhs:  # its products are cut into few columns (dequant)
+            widest, weight_bytes = 1536, 1
     if chip.num_cores > 1:  # every core needs columns
         widest = min(widest, max(LANES, round_up(-(-n // chip.num_cores), LANES)))
-    longest = max(LANES, MAX_WEIGHT_TILE_BYTES // (k * in_bytes))
+    longest = max(LANES, MAX_WEIGHT_TILE_BYTES // (k * weight_bytes))
     if n <= min(widest, longest):
         return n
 
