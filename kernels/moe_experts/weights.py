@@ -8,8 +8,9 @@ A visit is one pass over one expert: `num_in` gate/up tiles, then `num_out` down
 Tile `flat` = visit * num_tiles + tile lives in slot flat % ring. When a tile has been used, its
 slot is given at once to tile flat + ring: both rings together are always full and the HBM does not
 wait for the compute, a whole expert ahead when that fits, else a few tiles.
-Transposed weights are cut along columns instead of rows; a transposed down projection whose columns
-cannot be cut is cut along i, as gate/up is, and its tiles add up to y (`plan.cuts_i`).
+Transposed weights are cut along columns instead of rows, each projection as it lies. Where h or i
+is no multiple of the lanes, a transposed down projection is cut along i, as gate/up is, and its
+tiles add up to y (`plan.cuts_i`).
 
 Quantised weights travel and wait as they are stored, and are widened on their way into the MXU
 (products). Their scales come with the first tile of a visit, into one of two slots.
