@@ -10,10 +10,10 @@ gate/up DMAs, and lists the other experts while they run; the down DMAs start af
 the tile which arrives last is the one that is used last.
 
 Floor: bytes of the chosen experts. Static estimate, v5e / v6e, h=2048, i=768, topk=8, as a multiple
-of it. bf16: 1 expert, 1 token 1.15 / 1.39; 7 experts, 8 tokens 1.02 / 1.06; 16 experts, 64 tokens
+of it. bf16: 1 expert, 1 token 1.15 / 1.37; 7 experts, 8 tokens 1.02 / 1.06; 16 experts, 64 tokens
 1.01 / 1.03; 256 tokens 1.09 / 1.03; 126 experts, 64 tokens 1.00 / 1.00. Bound by the HBM until t *
 (MXU time of a row) exceeds it, near 250 tokens on v5e and 400 on v6e. int8, against its own bytes:
-1 token 1.35 / 1.81, 8 tokens 1.05 / 1.11; 64 tokens 1.02 / 1.05, 126 experts 1.00 / 1.01;
+1 token 1.35 / 1.79, 8 tokens 1.05 / 1.11; 64 tokens 1.02 / 1.05, 126 experts 1.00 / 1.01;
 float8_e4m3fn the same; int8 in blocks of 128, 1.03 / 1.07. int4: 8 tokens 1.10 / 1.30; 64 tokens on
 v6e 1.13: 2^20 weights come from the HBM in 600 cycles and enter the MXU in 350, which with the fill
 and drain of every tile is nearly as long. Gemma 4, 16 of 128 experts, h=2816, i=704, 64 tokens:
@@ -22,8 +22,7 @@ bf16 1.01 / 1.02, int8 1.02 / 1.05.
 One expert cannot do better than its bytes and three DMA latencies of 0.5 / 0.7 us, each of which
 needs what the one before brought: ids, weights, result. That is 1.12 / 1.33 in bf16 and, as half
 the bytes take half the time but the latencies do not, 1.24 / 1.66 in int8. What is left is the last
-tile's matmul (0.14 us on v6e) and starting the transfers of x, ids and weights before the first
-tile's (0.09 us: the compiler puts them there).
+tile's matmul (0.14 us on v6e); x and the routing weights travel while the ids do.
 
 The idea of visiting each active expert once for all tokens is that of tokamax's fused_moe_decode,
 https://github.com/openxla/tokamax.
@@ -124,15 +123,23 @@ def _multiply(stream: Stream, visit, num_visits, load_x, biases, act_ref, y_ref,
 
 def _kernel(*refs, layer: Layer, has_bias, has_scales, is_turned):
     refs = iter(refs)
-    ids_smem, *rows_hbm, gate_up, down = itertools.islice(refs, 6)
+    *rows_hbm, gate_up, down = itertools.islice(refs, 5)
     biases = tuple(itertools.islice(refs, 2)) if has_bias else (None, None)
     scales_hbm = [next(refs) if has else None for has in has_scales]
     out_ref, active_ref, seen_ref, ring_in, ring_out, sem_in, sem_out = itertools.islice(refs, 7)
-    act_ref, y_ref, *rows_vmem, sem_rows = itertools.islice(refs, 6)
+    act_ref, y_ref, ids_smem, *rows_vmem, sem_ids, sem_rows = itertools.islice(refs, 8)
     ids_ref, w_ref, x_ref = rows_vmem
     scales = take_scales(layer, scales_hbm, refs)
     plan = layer.plan
 
+    copy_ids = pltpu.make_async_copy(rows_hbm[0], ids_smem, sem_ids)
+    copies = [
+        pltpu.make_async_copy(hbm, vmem, sem_rows)
+        for hbm, vmem in zip(rows_hbm, rows_vmem, strict=True)
+    ]
+    for copy in (copy_ids, *copies):
+        copy.start()
+    copy_ids.wait()
     first = _first_expert(layer, ids_smem)
     active_ref[0] = first
     stream = Stream(
@@ -147,12 +154,6 @@ def _kernel(*refs, layer: Layer, has_bias, has_scales, is_turned):
         *scales,
     )
     stream.start_in(0, 0, first < layer.e)
-    copies = [
-        pltpu.make_async_copy(hbm, vmem, sem_rows)
-        for hbm, vmem in zip(rows_hbm, rows_vmem, strict=True)
-    ]
-    for copy in copies:
-        copy.start()
     stream.start_rest_in(first < layer.e)
     num_active = _list_rest(layer, first, ids_smem, active_ref, seen_ref)
     # After the loops above: the compiler mixes transfers that start in one basic block.
@@ -201,7 +202,7 @@ def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, inte
     if is_turned:
         ids, weights = ids.T, weights.T
     cuts, pairs, k = layer.act_shape
-    vmem, smem, hbm = (pl.BlockSpec(memory_space=s) for s in (pltpu.VMEM, pltpu.SMEM, pl.ANY))
+    vmem, hbm = (pl.BlockSpec(memory_space=s) for s in (pltpu.VMEM, pl.ANY))
     rows = (ids, weights, x)
     scratch = [
         pltpu.SMEM((layer.e + 1,), jnp.int32),
@@ -212,7 +213,9 @@ def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, inte
         pltpu.SemaphoreType.DMA((plan.ring_out,)),
         pltpu.VMEM((cuts, pairs, layer.t, k), layer.dtype),
         pltpu.VMEM((layer.h // plan.tile_h, layer.t, plan.tile_h), jnp.float32),
+        pltpu.SMEM(ids.shape, jnp.int32),
         *(pltpu.VMEM(array.shape, array.dtype) for array in rows),
+        pltpu.SemaphoreType.DMA,
         pltpu.SemaphoreType.DMA,
         *scale_buffers(layer, scales),
     ]
@@ -228,10 +231,10 @@ def run(layer: Layer, x, ids, weights, gate_up, down, biases, scales, chip, inte
             is_turned=is_turned,
         ),
         out_shape=jax.ShapeDtypeStruct((layer.t, layer.h), x.dtype),
-        in_specs=[smem, hbm, hbm, hbm, hbm, hbm] + [vmem] * len(biases) + [hbm] * len(given),
+        in_specs=[hbm] * 5 + [vmem] * len(biases) + [hbm] * len(given),
         out_specs=vmem,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=chip.vmem_bytes * 9 // 10),
         interpret=interpret,
         name=f"moe_experts_dense_{layer.stored_name}_ti{plan.tile_i}_th{plan.tile_h}",
-    )(ids, *rows, gate_up, down, *biases, *given)
+    )(*rows, gate_up, down, *biases, *given)
