@@ -4,7 +4,7 @@ fn is the JAX function that the torch op runs on the TPU. The counts are the cal
 once, outputs written once, weights of experts without rows not read. Group sizes and routing are
 real arrays, because an estimate follows them; everything else is a shape. "op" and what stands
 beside it name the operation, so that cases.py finds its peers; "head" is the width of an attention
-head, which the floor depends on; "ordinary" says that the values are such that a kernel which looks
+head and "head_share" the share of the FLOPs that adds up over it, which the floor depends on; "ordinary" says that the values are such that a kernel which looks
 for rare ones (NaN, infinite, too far apart) finds none.
 """
 
@@ -291,6 +291,7 @@ def add_attention(
         "bytes": 2.0 * b * d * (2 * sq * hq + 2 * sk * hkv),
         "op": "flash_attention",
         "head": d,
+        "head_share": 1 / 2,
         "ordinary": True,
         "causal": causal,
         "window": window,
@@ -399,6 +400,7 @@ CASES["A5h"] = (  # A5 from a cache as transformers holds it
         "bytes": 2.0 * 64 * 128 * (2 * 32 + 2 * 4096 * 8),
         "op": "flash_attention_heads_first",
         "head": 128,
+        "head_share": 1 / 2,
         "ordinary": True,
     },
 )
@@ -429,11 +431,12 @@ def add_attention_backward(name: str, s: int, hq: int, hkv: int, d: int) -> None
     moved = 2.0 * s * d * (hq + hkv)  # of q and out, or k and v, or gradients of either
     counts = {"op": "flash_attention_backward", "head": d, "causal": True, "window": -1}
     counts["ordinary"] = True
-    for suffix, fn, arrays, matmuls, passes in (
-        ("", attention_and_backward, (q, k, k, q), 7, 5),
-        ("-alone", attention_backward, (q, k, k, q, lse, q), 5, 4),
+    for suffix, fn, arrays, matmuls, over_head, passes in (
+        ("", attention_and_backward, (q, k, k, q), 7, 3, 5),  # twice Q K', dO V'
+        ("-alone", attention_backward, (q, k, k, q, lse, q), 5, 2, 4),
     ):
         work = {"flops": matmuls * matmul, "bytes": passes * moved, "masks": []}
+        work["head_share"] = over_head / matmuls
         CASES[name + suffix] = (fn, arrays, counts | work)
 
 

@@ -159,7 +159,8 @@ def _against_floor(case: Case, chip: str, row: dict[str, Any]) -> dict[str, Any]
         return {}
     flops, moved = case.counts["flops"], case.counts["bytes"]
     # Without a compilation nobody says how much of it is written; as reads it is a lower floor.
-    floor, _ = floor_us(chip, flops, moved, 0.0, case.counts.get("head"))
+    head = case.counts.get("head"), case.counts.get("head_share", 1.0)
+    floor, _ = floor_us(chip, flops, moved, 0.0, *head)
     return {"floor_us": round(floor, 2), "times_floor": round(row["median_us"] / floor, 2)}
 
 

@@ -73,16 +73,22 @@ MACHINES = {
 
 
 def floor_us(
-    chip_name: str, flops: float, read_bytes: float, write_bytes: float, head: int | None = None
+    chip_name: str,
+    flops: float,
+    read_bytes: float,
+    write_bytes: float,
+    head: int | None = None,
+    head_share: float = 1.0,
 ) -> tuple[float, str]:
     """The least time of the work itself, and which unit sets it: "MXU" or "HBM".
 
-    FLOPs at the bfloat16 peak, each byte moved once at the bandwidth that large transfers reach. An
-    attention head narrower than the MXU fills `head` of its rows or columns and idles the others.
+    FLOPs at the bfloat16 peak, each byte moved once at the bandwidth that large transfers reach. The
+    products that add up over an attention head, `head_share` of the FLOPs, fill `head` rows of the
+    MXU and leave the others idle; for the rest a kernel can choose which side is stationary.
     """
     machine = MACHINES[chip_name]
     width = machine.chip.mxu_size
     filled = min(1.0, (head or width) / width)
-    mxu = 1e6 * flops / filled / machine.chip.bf16_flops
+    mxu = 1e6 * flops * (head_share / filled + 1 - head_share) / machine.chip.bf16_flops
     hbm = machine.transfer_us(read_bytes, write_bytes)
     return max((mxu, "MXU"), (hbm, "HBM"))

@@ -37,7 +37,8 @@ def row_of(chip: str, name: str, found: dict[str, Any]) -> dict[str, Any]:
     if "error" in found:
         return {**row, "error": found["error"].split("\n")[0][:300]}
     read = found["bytes"] - found["written"]
-    floor, bound = floor_us(chip, found["flops"], read, found["written"], found.get("head"))
+    head = found.get("head"), found.get("head_share", 1.0)
+    floor, bound = floor_us(chip, found["flops"], read, found["written"], *head)
     moved = found["read_bytes"] + found["write_bytes"]
     return {
         **row,
