@@ -4,8 +4,9 @@ fn is the JAX function that the torch op runs on the TPU. The counts are the cal
 once, outputs written once, weights of experts without rows not read. Group sizes and routing are
 real arrays, because an estimate follows them; everything else is a shape. "op" and what stands
 beside it name the operation, so that cases.py finds its peers; "head" is the width of an attention
-head and "head_share" the share of the FLOPs that adds up over it, which the floor depends on; "ordinary" says that the values are such that a kernel which looks
-for rare ones (NaN, infinite, too far apart) finds none.
+head and "head_share" the share of the FLOPs that adds up over it, which the floor depends on;
+"ordinary" says that the values are such that a kernel which looks for rare ones (NaN, infinite, too
+far apart) finds none.
 """
 
 from __future__ import annotations

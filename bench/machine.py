@@ -82,9 +82,9 @@ def floor_us(
 ) -> tuple[float, str]:
     """The least time of the work itself, and which unit sets it: "MXU" or "HBM".
 
-    FLOPs at the bfloat16 peak, each byte moved once at the bandwidth that large transfers reach. The
-    products that add up over an attention head, `head_share` of the FLOPs, fill `head` rows of the
-    MXU and leave the others idle; for the rest a kernel can choose which side is stationary.
+    FLOPs at the bfloat16 peak, each byte moved once at the bandwidth that large transfers reach.
+    The products that add up over an attention head, `head_share` of the FLOPs, fill `head` rows of
+    the MXU and leave the others idle; in the rest a kernel can choose which side is stationary.
     """
     machine = MACHINES[chip_name]
     width = machine.chip.mxu_size
