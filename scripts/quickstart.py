@@ -224,7 +224,7 @@ def compile_for_chips(kernel: ModuleType) -> None:
         return (
             grouped_tiling.choose(m, k, n, g, bf16, bf16, True, chip).vmem_bytes,
             grad_tiling.choose(m, n, k, g, bf16, bf16, chip).vmem_bytes(itemsize, itemsize),
-            experts_tiling.choose(t, topk, g, k, n // 2, bf16, False, True, chip).vmem_bytes,
+            experts_tiling.choose(t, topk, g, k, n // 2, bf16, True, chip).vmem_bytes,
         )
 
     lhs, rhs, sizes = spec(m, k), spec(g, n, k), spec(g, dtype=jnp.int32)

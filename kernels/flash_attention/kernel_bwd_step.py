@@ -67,7 +67,7 @@ def run(*args, plan: Plan, fields: tuple[str, ...]):
 
     Bodies: all of block_q without a mask, one step_q without and one step_q with a mask.
 
-    Causal 1x32/8x8192x128 in bfloat16 (v5e / v6e): floor of the five matmuls 6977 / 2988 us; static
+    Causal 1x32/8x8192x128 in bfloat16 (v5e / v6e): floor of the five matmuls 6977 / 2092 us; static
     estimate of this kernel 7726 / 3088 us, with delta and the transposition of dk and dv, in XLA,
     8037 / 3261. The MXU bounds it: busy for 96 % of the time on v5e, 74 % on v6e, where feeding it
     weights is next (three of the matmuls have logits for weights, so that they fill all its rows);

@@ -216,9 +216,10 @@ def _run(*args, plan: Plan, fields: tuple[str, ...]):
     first, and nothing is kept between steps but the next tile's keys and values, fetched by hand
     while a tile is worked on. A grid step alone writes its out and lse block, so nothing races.
 
-    Floor of a window of 128 keys with sinks, 1 x 64/8 heads x 4096 x 64 in bfloat16: 114 / 59 us on
-    v5e / v6e (HBM / MXU); static estimate 2.4 / 3.1 times that. Vector work bounds it: every logit
-    of the two chunks of keys is masked, half of them for nothing, and most registers are spilled.
+    Floor of a window of 128 keys with sinks, 1 x 64/8 heads x 4096 x 64 in bfloat16: 114 / 54 us on
+    v5e / v6e (HBM); static estimate 2.8 / 4.7 times that. Latency bounds it: its bundles hold a
+    third of the vector work that they could, every logit of the two chunks of keys is masked, half
+    of them for nothing.
 
     Values that are not finite are rare but may be hidden: a tile that holds one is done again with
     a body that keeps them from queries that do not see them.
