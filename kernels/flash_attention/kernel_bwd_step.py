@@ -69,7 +69,7 @@ def run(*args, plan: Plan, fields: tuple[str, ...]):
 
     Causal 1x32/8x8192x128 in bfloat16 (v5e / v6e): floor of the five matmuls 6977 / 2092 us; static
     estimate of this kernel 7726 / 3088 us, with delta and the transposition of dk and dv, in XLA,
-    8037 / 3261. The MXU bounds it: busy for 96 % of the time on v5e, 74 % on v6e, where feeding it
+    8079 / 3300. The MXU bounds it: busy for 96 % of the time on v5e, 74 % on v6e, where feeding it
     weights is next (three of the matmuls have logits for weights, so that they fill all its rows);
     6 % of the work is on the hidden half of diagonal steps.
     """

@@ -283,10 +283,10 @@ def run(*args, plan: Plan, fields: tuple[str, ...]):
     Static estimates as multiples of the floor, v5e / v6e, bfloat16, and what bounds them:
     causal 1 x 32/8 x 4096 x 128: 1.18 / 1.54 of 698 / 224 us, the masked half of the blocks on the
     diagonal and the schedule around the MXU (3447 cycles for 3072 of it on v6e), and
-    1 x 28/4 x 32768 x 128: 1.04 / 1.27 of 39.1 / 12.5 ms, the latter; 4 documents in the former: 1.89 / 2.97 of 186 / 60
-    us, edges of documents and of the diagonal (1.5 pairs for a visible one); window 1024,
-    1 x 16/8 x 8192 x 256: 1.46 / 2.34 of 654 / 142 us, edges (1.25), masks, adding to acc, bringing
-    heads apart.
+    1 x 28/4 x 32768 x 128: 1.04 / 1.27 of 39.1 / 12.5 ms, the latter; 4 documents in the former:
+    1.89 / 2.97 of 186 / 60 us, edges of documents and of the diagonal (1.5 pairs for a visible
+    one); window 1024, 1 x 16/8 x 8192 x 256: 1.46 / 2.34 of 654 / 142 us, edges (1.25), masks,
+    adding to acc, bringing heads apart.
     """
     given = {"queries": None, **dict(zip(fields, args, strict=False))}
     q = tuple(given.pop(f"q{i}").at[0] for i in range(plan.head_tiles))
