@@ -183,7 +183,8 @@ def describe(name: str) -> str:
         return f"ragged_dot {shapes[0]} by {shapes[1]} of {args[1].dtype}"
     if name.startswith("E"):
         t, (e, *_) = args[0].shape[0], args[3].shape
-        return f"moe_experts, {t} token{'s' * (t > 1)}, {e} experts, {shapes[3]} of {args[3].dtype}"
+        experts = f"{e} expert{'s' * (e > 1)}"
+        return f"moe_experts, {t} token{'s' * (t > 1)}, {experts}, {shapes[3]} of {args[3].dtype}"
     return f"{op} {', '.join(shapes)}"
 
 
