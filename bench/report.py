@@ -219,7 +219,8 @@ def roofline_figure(chip: str, ops: dict[str, str]) -> str:
         points.append(svg.Point(case, group_of(ops[case]), *point))
     peak, mxu = machine.chip.bf16_flops, machine.chip.mxu_size
     roofs = [("bfloat16 peak", peak)]
-    roofs += [(f"head of {head}", peak * head / mxu) for head in (128, 64) if head < mxu]
+    # Of forward attention: half of its work adds up over the head, and fills only so many rows.
+    roofs += [(f"head of {d}", peak / (0.5 * mxu / d + 0.5)) for d in (128, 64) if d < mxu]
     share = machine.read_share
     bandwidth = machine.chip.hbm_bytes_per_s * share
     return svg.roofline(

@@ -60,7 +60,8 @@ def document(width: float, height: float, title: str, parts: list[str]) -> str:
 
 def bars(title: str, subtitle: str, series: tuple[str, ...], rows: list[Bar], limit: float) -> str:
     """Bars from zero to `limit`, where longer ones are cut; a dashed line stands at one."""
-    left, right, top, thickness = 120, 250, 92, 11
+    left = max([120, *(20 + 6.5 * len(bar.label) for bar in rows)])
+    right, top, thickness = 250, 92, 11
     group = thickness * len(series) + 9
     width, height = 980, top + group * len(rows) + 40
     scale = (width - left - right) / limit
