@@ -14,7 +14,7 @@ from html import escape
 from typing import Any
 
 from bench import facts, svg
-from bench.machine import MACHINES
+from bench.machine import MACHINES, floor_us
 
 PAGE = facts.ROOT / "docs" / "report"
 README = facts.ROOT / "README.md"
@@ -219,8 +219,10 @@ def roofline_figure(chip: str, ops: dict[str, str]) -> str:
         points.append(svg.Point(case, group_of(ops[case]), *point))
     peak, mxu = machine.chip.bf16_flops, machine.chip.mxu_size
     roofs = [("bfloat16 peak", peak)]
-    # Of forward attention: half of its work adds up over the head, and fills only so many rows.
-    roofs += [(f"head of {d}", peak / (0.5 * mxu / d + 0.5)) for d in (128, 64) if d < mxu]
+    for head in (128, 64):  # of forward attention, half of whose work adds up over the head
+        if head < mxu:
+            us, _ = floor_us(chip, peak, 0.0, 0.0, head, 0.5)
+            roofs.append((f"head of {head}", 1e6 * peak / us))
     share = machine.read_share
     bandwidth = machine.chip.hbm_bytes_per_s * share
     return svg.roofline(
