@@ -232,7 +232,6 @@ def _plan_gather(shape: _Shape, base: Plan) -> Plan | None:
     num_slots = shape.t * shape.topk
     smem = 4 * (num_slots + (1 << slot_bits) + 4 * MAX_TILE_ROWS + 8 * shape.e)
     is_whole = base.ring_in * base.tile_i >= shape.i and base.ring_out * base.tile_h >= shape.h
-    is_whole &= not base.cuts_i
     if (
         shape.h % (words * LANES)
         or not is_whole
